@@ -1,0 +1,295 @@
+"""The configuration of a run: TOML in, one strict model out.
+
+Every field has a unit in its name or its description, a default and a range; an unknown key, a value out of range or a
+combination that makes no sense is refused before anything starts, and all faults are listed at once.
+Defaults are the values of the papers (SAO arXiv 2607.07508, CompactionRL arXiv 2607.05378) where they give one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from sao.errors import ConfigError
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    """What is run, where its files go and for how long."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", description="name of the run; a folder of this name is made")
+    dir: str = Field("runs", description="folder that holds the run's folder")
+    seed: int = Field(0, ge=0, lt=2**32, description="seed from which every other seed is derived")
+    steps: int = Field(200, ge=1, description="optimizer steps (critic warm-up included)")
+    max_failures_in_a_row: int = Field(32, ge=1, description="environment failures in a row that stop the run")
+    target_success: float | None = Field(None, gt=0, le=1, description="stop early when held-out success reaches this")
+
+
+class ModelSection(Section):
+    """The model folder (Hugging Face layout, safetensors only) and how it is held by the learner."""
+
+    path: str = Field(description="folder with config.json, *.safetensors, tokenizer and chat template")
+    dtype: Literal["float32", "bfloat16", "float64"] = Field("float32", description="learner parameter type")
+
+
+class EnvSection(Section):
+    """The environment, by registered name, and its limits."""
+
+    name: str = Field(description="registered name, see `sao doctor`")
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
+    max_turns: int = Field(8, ge=1, description="assistant turns after which a rollout is truncated")
+    step_timeout_s: float = Field(60.0, gt=0, description="deadline of one reset or step, seconds")
+
+
+class SamplingSection(Section):
+    """How the policy is sampled. Only temperature may shape training samples."""
+
+    temperature: float = Field(1.0, gt=0, le=10)
+    max_response_tokens: int = Field(256, ge=1, description="sampled tokens per turn at most")
+    context_tokens: int = Field(2048, ge=8, description="context window of the engine, tokens")
+    top_p: Literal[1.0] = Field(1.0, description="must be 1: the behaviour policy must be the one that is scored")
+    top_k: Literal[0] = Field(0, description="must be 0 (off)")
+    repetition_penalty: Literal[1.0] = Field(1.0, description="must be 1 (off)")
+
+
+class GeneratorSection(Section):
+    """Generator processes."""
+
+    count: int = Field(2, ge=1, le=256, description="generator processes started by the supervisor")
+    engine: Literal["torch", "vllm", "scripted"] = "torch"
+    concurrency: int = Field(64, ge=1, description="episodes in flight per generator")
+    threads: int = Field(1, ge=1, description="CPU threads per generator process")
+    vllm_args: dict[str, Any] = Field(default_factory=dict, description="passed to vLLM's engine arguments as they are")
+
+
+class AlgorithmSection(Section):
+    """SAO: direct double-sided importance sampling, value and advantage. `docs/reference/algorithms.md` explains each."""
+
+    policy_loss: Literal["dis", "ppo"] = Field("dis", description="dis: out-of-band tokens get weight 0; ppo: clip")
+    eps_low: float = Field(0.3, gt=0, lt=1, description="lower band edge is 1 - eps_low (strict)")
+    eps_high: float = Field(5.0, gt=0, description="upper band edge is 1 + eps_high (strict)")
+    denominator: Literal["all", "kept", "trajectory"] = Field(
+        "all", description="policy loss mean over all action tokens, tokens in the band, or per-trajectory means"
+    )
+    gamma: float = Field(1.0, gt=0, le=1)
+    lambda_policy: float | Literal["adaptive"] = Field("adaptive", description="a number, or 1 - 1/(alpha * l)")
+    lambda_alpha: float = Field(1.5, gt=0, description="alpha of the length-adaptive lambda")
+    lambda_critic: float = Field(1.0, ge=0, le=1)
+    skip_observations: bool = Field(True, description="GAE over action tokens only; off: every position is a step")
+    cross_segment: Literal["paper", "chained", "none"] = Field("paper", description="credit across compactions")
+    advantage_values: Literal["before", "after"] = Field(
+        "before", description="use critic values from before or after this step's critic passes"
+    )
+    whiten_advantages: bool = False
+    bootstrap_truncated: bool = Field(False, description="value of the last state instead of 0 at a truncation")
+
+    @model_validator(mode="after")
+    def _lambda_in_range(self) -> AlgorithmSection:
+        if not isinstance(self.lambda_policy, str) and not 0 <= self.lambda_policy <= 1:
+            raise ValueError(f"lambda_policy: {self.lambda_policy} is not in [0, 1] and not 'adaptive'")
+        return self
+
+
+class LearnerSection(Section):
+    """The learner: ranks, batch, optimizers, critic."""
+
+    ranks: int = Field(1, ge=1, description="torchrun processes")
+    threads: int = Field(1, ge=1, description="CPU threads per rank")
+    batch_trajectories: int = Field(128, ge=1, description="trajectories per optimizer step")
+    row_tokens: int = Field(4096, ge=8, description="longest packed row, tokens")
+    rows_per_micro_batch: int = Field(8, ge=1, description="packed rows per forward pass")
+    policy_lr: float = Field(1e-6, ge=0)
+    critic_lr: float = Field(5e-6, ge=0)
+    lr_warmup_steps: int = Field(0, ge=0, description="linear learning-rate warm-up of both optimizers, steps")
+    lr_decay: Literal["constant", "linear"] = "constant"
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    grad_clip: float = Field(1.0, gt=0, description="largest gradient norm, policy and critic each")
+    critic_passes: int = Field(2, ge=1, description="K: critic updates per policy update")
+    critic_warmup_steps: int = Field(10, ge=0, description="first steps in which only the critic is updated")
+    critic_frozen: Literal["attention", "none"] = "attention"
+    critic_path: str | None = Field(None, description="critic to start from; default: the policy with a zero head")
+    max_skipped_in_a_row: int = Field(5, ge=1, description="skipped steps in a row (non-finite, empty) that stop the run")
+    save_every_steps: int = Field(0, ge=0, description="0: only at the end")
+    checkpoints_kept: int = Field(2, ge=1)
+    deterministic: bool = False
+
+
+class StalenessSection(Section):
+    """How far behind a token's policy version may be, and what happens beyond."""
+
+    max_lag: int = Field(4, ge=0, description="largest lag in policy versions")
+    stale: Literal["mask", "drop"] = Field("mask", description="mask: no policy loss for the token; drop: whole rollout")
+    discipline: Literal["completion", "window"] = "completion"
+
+
+class BufferSection(Section):
+    """The broker's buffer."""
+
+    max_trajectories: int = Field(4096, ge=1)
+    max_bytes: int = Field(1 << 30, ge=1 << 16)
+
+
+class EvalSection(Section):
+    """Held-out evaluation during training."""
+
+    every_steps: int = Field(20, ge=0, description="0: never")
+    episodes: int = Field(128, ge=1)
+    temperature: float = Field(1.0, ge=0, le=10, description="0: greedy")
+
+
+class TransportSection(Section):
+    """Sockets and deadlines."""
+
+    bind: str = Field("ipc", pattern=r"^(ipc|tcp://.+:\d+)$", description="ipc (private folder) or tcp://HOST:PORT")
+    allow_remote: bool = Field(False, description="permit a tcp address that is not loopback")
+    max_message_bytes: int = Field(1 << 28, ge=1 << 16)
+    heartbeat_s: float = Field(1.0, gt=0)
+    peer_timeout_s: float = Field(15.0, gt=0, description="a peer silent for this long is gone")
+    rollout_timeout_s: float = Field(3600.0, gt=0, description="a rollout older than this is given up and counted")
+    shutdown_s: float = Field(10.0, gt=0)
+
+    @model_validator(mode="after")
+    def _loopback(self) -> TransportSection:
+        host = self.bind.removeprefix("tcp://").rsplit(":", 1)[0]
+        local = self.bind == "ipc" or host in ("127.0.0.1", "localhost", "[::1]")
+        if not local and not self.allow_remote:
+            raise ValueError(f"bind: {self.bind} is not a loopback address; set allow_remote = true to permit it")
+        if self.peer_timeout_s <= 2 * self.heartbeat_s:
+            raise ValueError(f"peer_timeout_s: {self.peer_timeout_s} must exceed 2 * heartbeat_s = {2 * self.heartbeat_s}")
+        return self
+
+
+class TelemetrySection(Section):
+    """What is written and shown."""
+
+    tensorboard: bool = True
+    wandb: bool = False
+    live: bool = Field(True, description="live view when the output is a terminal")
+    plot: bool = Field(True, description="curves.png at the end")
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunSection = RunSection()
+    model: ModelSection
+    env: EnvSection
+    sampling: SamplingSection = SamplingSection()
+    generator: GeneratorSection = GeneratorSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    learner: LearnerSection = LearnerSection()
+    staleness: StalenessSection = StalenessSection()
+    buffer: BufferSection = BufferSection()
+    eval: EvalSection = EvalSection()
+    transport: TransportSection = TransportSection()
+    telemetry: TelemetrySection = TelemetrySection()
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Config:
+        if self.learner.critic_warmup_steps >= self.run.steps:
+            raise ValueError(
+                f"learner.critic_warmup_steps: {self.learner.critic_warmup_steps} leaves no policy step in run.steps = {self.run.steps}"
+            )
+        if self.sampling.max_response_tokens >= self.sampling.context_tokens:
+            raise ValueError(
+                f"sampling.max_response_tokens: {self.sampling.max_response_tokens} must be below sampling.context_tokens = {self.sampling.context_tokens}"
+            )
+        if self.sampling.context_tokens > self.learner.row_tokens:
+            raise ValueError(
+                f"learner.row_tokens: {self.learner.row_tokens} must be at least sampling.context_tokens = {self.sampling.context_tokens}"
+            )
+        if self.buffer.max_trajectories < self.learner.batch_trajectories:
+            raise ValueError(
+                f"buffer.max_trajectories: {self.buffer.max_trajectories} must be at least learner.batch_trajectories = {self.learner.batch_trajectories}"
+            )
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """The run's own folder."""
+        return Path(self.run.dir) / self.run.name
+
+
+def load(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """Reads a TOML file, applies `section.key=value` overrides (values in TOML syntax, bare words are strings).
+
+    Raises `ConfigError` that lists all faults; touches nothing.
+    """
+    try:
+        data = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    for item in overrides or []:
+        _override(data, item)
+    return parse(data, source=str(path))
+
+
+def parse(data: dict[str, Any], source: str = "config") -> Config:
+    """Builds a `Config` from plain data. Raises `ConfigError` that lists all faults."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{source}: {_fault(item)}" for item in error.errors())) from None
+
+
+def _override(data: dict[str, Any], item: str) -> None:
+    key, equals, text = item.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"override {item!r}: expected section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    for part in parts[:-1]:
+        data = data.setdefault(part, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"override {item!r}: {part} is a value, not a section")
+    data[parts[-1]] = value
+
+
+def _fault(item: Any) -> str:
+    where = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        known = _keys(item["loc"][:-1])
+        near = difflib.get_close_matches(str(item["loc"][-1]).replace("-", "_"), known, n=1)
+        elsewhere = [s for s in Config.model_fields if str(item["loc"][-1]).replace("-", "_") in _keys((s,))]
+        hint = f"; did you mean {near[0]}?" if near else f"; it belongs to [{elsewhere[0]}]" if elsewhere else ""
+        return f"{where}: unknown key{hint}"
+    if item["type"] == "missing":
+        return f"{where}: required, not given"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}" + ("" if isinstance(item["input"], dict | BaseModel) else f" (got {item['input']!r})")
+
+
+def _keys(location: tuple[Any, ...]) -> list[str]:
+    model: Any = Config
+    for part in location:
+        field = model.model_fields.get(part) if isinstance(model, type) and issubclass(model, BaseModel) else None
+        if field is None:
+            return []
+        model = field.annotation
+    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+
+
+def save(config: Config, path: Path) -> None:
+    """Writes the resolved configuration as JSON; every actor of the run reads this file."""
+    path.write_text(json.dumps(config.model_dump(mode="json"), indent=2) + "\n")
+
+
+def load_resolved(path: Path) -> Config:
+    """Reads what `save` wrote."""
+    return parse(json.loads(path.read_text()), source=str(path))

@@ -1,0 +1,59 @@
+"""The exceptions of `sao`: one small hierarchy under `Error`.
+
+The native core raises these same classes (see `rust/python/src/error.rs`).
+"""
+
+from __future__ import annotations
+
+
+class Error(Exception):
+    """Base of every exception that `sao` raises on purpose."""
+
+
+class ValidationError(Error, ValueError):
+    """A trajectory, segment or array breaks its contract; the message names field, index and value."""
+
+
+class WireError(Error, ValueError):
+    """Bytes from outside are corrupt, truncated, oversized, of another version or not ours."""
+
+
+class ClosedError(Error):
+    """The object was closed, also while the caller was waiting on it."""
+
+
+class DeadlineError(Error, TimeoutError):
+    """A wait reached its deadline; the message names what was waited for and for how many seconds."""
+
+
+class FullError(Error):
+    """A bounded buffer has no room and its policy is to refuse."""
+
+
+class LedgerError(Error):
+    """A task would take an impossible step, or the token ledger does not close."""
+
+
+class ConfigError(Error, ValueError):
+    """The configuration is wrong; the message lists every fault with field, value and what was expected."""
+
+
+class TransportError(Error):
+    """A peer is unknown, gone or breaks the protocol."""
+
+
+class WeightsError(Error):
+    """A weight update is incomplete or its names, shapes or fingerprint differ; the old version stays."""
+
+
+class EngineError(Error):
+    """A generation engine failed or broke its contract (ids without log-probs, wrong lengths, ...)."""
+
+
+class EnvironmentFailure(Error):  # noqa: N818 - named for what it is: data about a failed environment, not a bug
+    """An environment could not be reset, stepped or scored; carries a reason code, never a reward."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+        self.detail = detail

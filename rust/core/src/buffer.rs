@@ -1,0 +1,1 @@
+//! buffer (to be written)

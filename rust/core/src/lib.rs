@@ -1,0 +1,10 @@
+//! The experience core of `sao`: no Python, no sockets, no clock of its own.
+#![forbid(unsafe_code)]
+
+pub mod advantage;
+pub mod buffer;
+pub mod ledger;
+pub mod pack;
+pub mod staleness;
+pub mod trajectory;
+pub mod wire;

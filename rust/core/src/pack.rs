@@ -1,0 +1,1 @@
+//! pack (to be written)

@@ -1,0 +1,1 @@
+//! staleness (to be written)

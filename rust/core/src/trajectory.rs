@@ -1,0 +1,1 @@
+//! trajectory (to be written)

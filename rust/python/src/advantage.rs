@@ -1,0 +1,7 @@
+//! Bindings of `sao_core::advantage`.
+use pyo3::prelude::*;
+
+/// Adds this topic to the module.
+pub fn register(_m: &Bound<'_, PyModule>) -> PyResult<()> {
+    Ok(())
+}

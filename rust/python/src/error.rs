@@ -1,0 +1,1 @@
+//! The one place where core errors become Python exceptions.
