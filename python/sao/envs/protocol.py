@@ -1,0 +1,118 @@
+"""What an environment is: `reset` gives the first messages, `step` takes the policy's text, `close` ends it.
+
+An environment fails by raising `EnvironmentFailure(reason, detail)`. A failure is never a reward: an episode that could
+not be set up, stepped or scored is left out of training and counted under its reason. The grader lives in the
+environment's own process and sees the policy's text only as text, so nothing a policy writes can set a reward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
+
+from sao.errors import EnvironmentFailure
+
+Role = Literal["system", "user", "assistant", "tool"]
+Split = Literal["train", "eval"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat message, as a chat template takes it."""
+
+    role: str
+    content: str
+
+    def as_dict(self) -> dict[str, str]:
+        """The form that `tokenizer.apply_chat_template` takes."""
+        return {"role": self.role, "content": self.content}
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step returns.
+
+    messages: the observations that follow the policy's turn; empty when `done`.
+    reward: the episode's reward when `done`; before that, an optional reward of this turn alone (`None`: no reward).
+    done: the episode is over.
+    """
+
+    messages: tuple[Message, ...]
+    reward: float | None
+    done: bool
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """One episode at a time: `reset`, then `step` until `done`, then perhaps `reset` again; `close` exactly once.
+
+    The same (seed, split) gives the same task, in every process; no task is in both splits. A call that cannot do its
+    work raises `EnvironmentFailure`. The caller bounds every call by a deadline and may cancel it.
+    """
+
+    reward_range: tuple[float, float]
+    """Smallest and largest reward, inclusive. A reward outside is a failure of the grader."""
+    replayable: bool
+    """Whether a lost episode may be started again from its seed (false: the task has effects outside)."""
+
+    async def reset(self, seed: int, split: str) -> tuple[Message, ...]:
+        """Starts the task of (seed >= 0, split "train" or "eval"); returns the first messages, at least one."""
+        ...
+
+    async def step(self, text: str) -> StepResult:
+        """Takes the policy's turn as text, without the stop token."""
+        ...
+
+    async def close(self) -> None:
+        """Frees what the environment holds; called once, also after a failure or a cancelled call."""
+        ...
+
+
+def check_split(seed: int, split: str) -> None:
+    """Raises `EnvironmentFailure("bad_task")` unless seed >= 0 and split is "train" or "eval"."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise EnvironmentFailure("bad_task", f"seed: {seed!r}, expected an integer >= 0")
+    if split not in get_args(Split):
+        raise EnvironmentFailure("bad_task", f"split: {split!r}, expected 'train' or 'eval'")
+
+
+def check_reward(reward: Any, reward_range: tuple[float, float]) -> float:
+    """The reward as a float. Raises `EnvironmentFailure("bad_reward")` unless it is a finite number in range."""
+    low, high = reward_range
+    if not isinstance(reward, Real):
+        raise EnvironmentFailure("bad_reward", f"reward: {reward!r}, expected a number in [{low}, {high}]")
+    value = float(reward)
+    if not math.isfinite(value) or not low <= value <= high:
+        raise EnvironmentFailure("bad_reward", f"reward: {value!r}, expected a number in [{low}, {high}]")
+    return value
+
+
+def check_messages(messages: Any, what: str) -> tuple[Message, ...]:
+    """The messages as a tuple. Raises `EnvironmentFailure("bad_messages")` unless they are at least one `Message`."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise EnvironmentFailure("bad_messages", f"{what}: {messages!r}, expected at least one Message")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Message) or message.role not in get_args(Role):
+            raise EnvironmentFailure(
+                "bad_messages", f"{what}[{index}]: {message!r}, expected a Message of a known role"
+            )
+        if not isinstance(message.content, str):
+            raise EnvironmentFailure("bad_messages", f"{what}[{index}].content: {message.content!r}, expected text")
+    return tuple(messages)
+
+
+def check_step(result: Any, reward_range: tuple[float, float]) -> StepResult:
+    """A step's result, checked: reward present when done and in range always, messages present unless done.
+
+    Raises `EnvironmentFailure` with reason "bad_result", "bad_reward" or "bad_messages".
+    """
+    if not isinstance(result, StepResult) or not isinstance(result.done, bool):
+        raise EnvironmentFailure("bad_result", f"step returned {result!r}, expected a StepResult")
+    reward = result.reward
+    if result.done or reward is not None:
+        reward = check_reward(reward, reward_range)
+    messages = () if result.done else check_messages(result.messages, "step.messages")
+    return StepResult(messages, reward, result.done)
