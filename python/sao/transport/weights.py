@@ -1,0 +1,122 @@
+"""Policy weights on their way from the learner to the generators: one safetensors file a version in a shared folder.
+
+A version becomes visible by one atomic rename, after all of it is on disk; a reader checks the whole content against
+the fingerprint in the reference it was sent, so a torn, truncated or swapped file is an error and never a policy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from sao.errors import WeightsError
+
+_PREFIX, _SUFFIX = "weights-", ".safetensors"
+_THREADED_BYTES = 1 << 25  # below this, starting threads costs more than they save
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsRef:
+    """Where the weights of one policy version lie and what they must hash to (32 hex digits)."""
+
+    version: int
+    path: str
+    fingerprint: str
+
+    def to_message(self) -> dict[str, Any]:
+        """The reference as a plain map for a message body."""
+        return asdict(self)
+
+    @classmethod
+    def from_message(cls, body: Mapping[str, Any]) -> WeightsRef:
+        """Reads what `to_message` made. Raises `WeightsError` that names the missing or ill-typed field."""
+        for name, kind in (("version", int), ("path", str), ("fingerprint", str)):
+            if not isinstance(body.get(name), kind):
+                raise WeightsError(f"weights reference: {name}: {body.get(name)!r} is not {kind.__name__}")
+        return cls(body["version"], body["path"], body["fingerprint"])
+
+
+def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
+    """32 hex digits over names, dtypes, shapes and bytes of all tensors; independent of order, device and strides.
+
+    BLAKE2b of each tensor's bytes, then of the sorted list of (name, dtype, shape, digest).
+    """
+    names = sorted(tensors)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    if size < _THREADED_BYTES:
+        digests = [_digest(tensors[name]) for name in names]
+    else:
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+            digests = list(pool.map(lambda name: _digest(tensors[name]), names))
+    whole = hashlib.blake2b(digest_size=16)
+    for name, digest in zip(names, digests, strict=True):
+        tensor = tensors[name]
+        whole.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode() + digest)
+    return whole.hexdigest()
+
+
+def publish(tensors: Mapping[str, torch.Tensor], folder: str | Path, version: int, keep: int = 3) -> WeightsRef:
+    """Writes all tensors as version `version` into `folder` and deletes all but the newest `keep` versions.
+
+    The file appears under its final name complete or not at all. Raises `WeightsError` if there is nothing to write, a
+    number is out of range, or the file cannot be written (then no file is left behind).
+    """
+    if not tensors:
+        raise WeightsError(f"weights of version {version}: no tensors to publish")
+    if version < 0 or keep < 1:
+        raise WeightsError(f"weights: version {version} must be >= 0 and keep {keep} must be >= 1")
+    folder = Path(folder)
+    # Safetensors refuses tensors that share memory; a copy is taken of those only.
+    seen: set[int] = set()
+    plain: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().to("cpu").contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        plain[name] = tensor.clone() if storage in seen else tensor
+        seen.add(storage)
+    mark = fingerprint(plain)
+    final = folder / f"{_PREFIX}{version:010d}{_SUFFIX}"
+    temporary = folder / f".{final.name}.{os.getpid()}"
+    try:
+        save_file(plain, temporary, metadata={"format": "pt", "version": str(version), "fingerprint": mark})
+        temporary.replace(final)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise WeightsError(f"weights of version {version}: cannot write {final}: {error}") from error
+    for old in sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}"))[:-keep]:
+        if old != final:
+            old.unlink(missing_ok=True)
+    return WeightsRef(version, str(final), mark)
+
+
+def load(ref: WeightsRef) -> dict[str, torch.Tensor]:
+    """Reads the weights of `ref` and checks version and fingerprint over the content that was read.
+
+    Returns CPU tensors by name. Raises `WeightsError` naming the file and the difference; nothing is returned then.
+    """
+    try:
+        with safe_open(ref.path, framework="pt", device="cpu") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"weights of version {ref.version}: cannot read {ref.path}: {error}") from error
+    if metadata.get("version") != str(ref.version):
+        raise WeightsError(f"{ref.path}: holds version {metadata.get('version')}, expected {ref.version}")
+    found = fingerprint(tensors)
+    if found != ref.fingerprint:
+        raise WeightsError(f"{ref.path}: fingerprint {found}, expected {ref.fingerprint} for version {ref.version}")
+    return tensors
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data, digest_size=16).digest()
