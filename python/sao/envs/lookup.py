@@ -1,0 +1,142 @@
+"""`lookup`: a two-turn tool-use task for a tiny model, over 48 words.
+
+The user asks `c plus 3 ?`. The value of `c` is known to the tool only: the policy has to call `get c`, find the value
+in an observation such as `h is 2 c is 7 e is 5`, and answer `say 0` (sums and differences are modulo 10). The reward is
+1 if the answer is right and its key was fetched, else 0: a guess without the call earns nothing.
+
+A turn that is neither a call nor an answer gets the observation `error` and counts as a turn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+
+from sao.envs.protocol import Message, StepResult, check_split
+from sao.errors import ConfigError, EnvironmentFailure
+
+KEYS = tuple("abcdefghijklmnopqrstuvwx")
+DIGITS = tuple("0123456789")
+OPERATORS = ("plus", "minus")
+WORDS = ("get", "say", "error", "is", "?", *OPERATORS, *DIGITS, *KEYS)
+"""Every word that the environment says or accepts; with 7 special tokens a vocabulary of 48."""
+
+_EVAL_SHARE = 8  # one task in 8 belongs to the held-out split
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One question and what the tool knows.
+
+    rows: the pairs (key, value) that the tool shows when asked for `key`: its own and those of distractors, shuffled.
+    """
+
+    key: str
+    operator: str
+    operand: int
+    value: int
+    rows: tuple[tuple[str, int], ...]
+
+    @property
+    def question(self) -> str:
+        """What the user asks."""
+        return f"{self.key} {self.operator} {self.operand} ?"
+
+    @property
+    def call(self) -> str:
+        """The right tool call."""
+        return f"get {self.key}"
+
+    @property
+    def observation(self) -> str:
+        """What the tool replies to the right call."""
+        return " ".join(f"{key} is {value}" for key, value in self.rows)
+
+    @property
+    def answer(self) -> str:
+        """The right answer."""
+        result = self.value + self.operand if self.operator == "plus" else self.value - self.operand
+        return f"say {result % 10}"
+
+
+def draw(seed: int, split: str, distractors: int = 2) -> Task:
+    """The task of (seed, split). Train and eval are disjoint: a digest of the task's text decides where it belongs."""
+    check_split(seed, split)
+    rng = random.Random(seed)
+    while True:
+        keys = rng.sample(KEYS, distractors + 1)
+        values = rng.choices(range(10), k=len(keys))
+        operator, operand = rng.choice(OPERATORS), rng.randrange(10)
+        rows = list(zip(keys, values, strict=True))
+        rng.shuffle(rows)
+        task = Task(keys[0], operator, operand, values[0], tuple(rows))
+        text = f"{task.question} {task.observation}"
+        held_out = hashlib.blake2b(text.encode(), digest_size=1).digest()[0] % _EVAL_SHARE == 0
+        if held_out == (split == "eval"):
+            return task
+
+
+class Lookup:
+    """The environment; see the module. Reward 0 or 1.
+
+    distractors: rows of other keys in an observation, 0 to 7.
+    turns: policy turns after which the episode ends with reward 0, at least 2.
+    """
+
+    reward_range = (0.0, 1.0)
+    replayable = True
+
+    def __init__(self, distractors: int = 2, turns: int = 3) -> None:
+        if not isinstance(distractors, int) or not 0 <= distractors <= 7:
+            raise ConfigError(f"env.args.distractors: {distractors!r}, expected an integer from 0 to 7")
+        if not isinstance(turns, int) or turns < 2:
+            raise ConfigError(f"env.args.turns: {turns!r}, expected an integer >= 2")
+        self._distractors = distractors
+        self._turns = turns
+        self._task: Task | None = None
+        self._rng = random.Random()
+        self._turn = 0
+        self._fetched = False
+
+    async def reset(self, seed: int, split: str) -> tuple[Message, ...]:
+        """Draws the task of (seed, split) and asks its question."""
+        self._task = draw(seed, split, self._distractors)
+        self._rng = random.Random(seed)  # rows of a wrong call: part of the task, so replays agree
+        self._turn, self._fetched = 0, False
+        return (Message("user", self._task.question),)
+
+    async def step(self, text: str) -> StepResult:
+        """Takes `get KEY` or `say DIGIT`. Raises `EnvironmentFailure("not_running")` before reset or after the end."""
+        task = self._task
+        if task is None:
+            raise EnvironmentFailure("not_running", "step before reset or after the end of the episode")
+        self._turn += 1
+        match text.split():
+            case ["say", digit] if digit in DIGITS:
+                return self._end(1.0 if self._fetched and f"say {digit}" == task.answer else 0.0)
+            case ["get", key] if key in KEYS:
+                observation = self._rows(task, key)
+            case _:
+                observation = "error"
+        if self._turn >= self._turns:
+            return self._end(0.0)
+        return StepResult((Message("tool", observation),), None, False)
+
+    async def close(self) -> None:
+        """Frees nothing: the environment holds no resource."""
+        self._task = None
+
+    def _end(self, reward: float) -> StepResult:
+        self._task = None
+        return StepResult((), reward, True)
+
+    def _rows(self, task: Task, key: str) -> str:
+        if key == task.key:
+            self._fetched = True
+            return task.observation
+        # A wrong key must not reveal the right one's value.
+        others = [other for other in KEYS if other not in (key, task.key)]
+        rows = [(name, self._rng.randrange(10)) for name in [key, *self._rng.sample(others, self._distractors)]]
+        self._rng.shuffle(rows)
+        return " ".join(f"{name} is {value}" for name, value in rows)
