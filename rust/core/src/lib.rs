@@ -3,8 +3,11 @@
 
 pub mod advantage;
 pub mod buffer;
+pub mod error;
 pub mod ledger;
 pub mod pack;
 pub mod staleness;
 pub mod trajectory;
 pub mod wire;
+
+pub use error::{Error, Result};
