@@ -7,27 +7,46 @@ Defaults are the values of the papers (SAO arXiv 2607.07508, CompactionRL arXiv 
 
 from __future__ import annotations
 
-import difflib
+import datetime
+import ipaddress
 import json
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from sao import config_faults
 from sao.errors import ConfigError
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _refuse(faults: list[str]) -> None:
+    if faults:
+        raise ValueError("\n".join(faults))
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys refused."""
+    """Base of all sections: frozen, unknown keys refused, nothing converted (`"10"`, `true`, `2.0` are no int)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class RunSection(Section):
     """What is run, where its files go and for how long."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", description="name of the run; a folder of this name is made")
+    name: str = Field(
+        "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of the run; a folder of this name is made"
+    )
     dir: str = Field("runs", description="folder that holds the run's folder")
     seed: int = Field(0, ge=0, lt=2**32, description="seed from which every other seed is derived")
     steps: int = Field(200, ge=1, description="optimizer steps (critic warm-up included)")
@@ -54,26 +73,29 @@ class EnvSection(Section):
 class SamplingSection(Section):
     """How the policy is sampled. Only temperature may shape training samples."""
 
-    temperature: float = Field(1.0, gt=0, le=10)
+    temperature: float = Field(1.0, gt=0, le=10, description="of training rollouts; 1 is the model's own distribution")
     max_response_tokens: int = Field(256, ge=1, description="sampled tokens per turn at most")
     context_tokens: int = Field(2048, ge=8, description="context window of the engine, tokens")
-    top_p: Literal[1.0] = Field(1.0, description="must be 1: the behaviour policy must be the one that is scored")
+    top_p: float = Field(1.0, ge=1, le=1, description="must be 1: the behaviour policy must be the one that is scored")
     top_k: Literal[0] = Field(0, description="must be 0 (off)")
-    repetition_penalty: Literal[1.0] = Field(1.0, description="must be 1 (off)")
+    repetition_penalty: float = Field(1.0, ge=1, le=1, description="must be 1 (off)")
 
 
 class GeneratorSection(Section):
     """Generator processes."""
 
     count: int = Field(2, ge=1, le=256, description="generator processes started by the supervisor")
-    engine: Literal["torch", "vllm", "scripted"] = "torch"
+    engine: Literal["torch", "vllm", "scripted"] = Field(
+        "torch",
+        description="torch: in-process transformers model; vllm: vLLM (the extra `vllm`); scripted: a test double",
+    )
     concurrency: int = Field(64, ge=1, description="episodes in flight per generator")
     threads: int = Field(1, ge=1, description="CPU threads per generator process")
     vllm_args: dict[str, Any] = Field(default_factory=dict, description="passed to vLLM's engine arguments as they are")
 
 
 class AlgorithmSection(Section):
-    """SAO: direct double-sided importance sampling, value and advantage. `docs/reference/algorithms.md` explains each."""
+    """SAO: direct double-sided importance sampling, value and advantage (`docs/reference/algorithms.md`)."""
 
     policy_loss: Literal["dis", "ppo"] = Field("dis", description="dis: out-of-band tokens get weight 0; ppo: clip")
     eps_low: float = Field(0.3, gt=0, lt=1, description="lower band edge is 1 - eps_low (strict)")
@@ -81,23 +103,19 @@ class AlgorithmSection(Section):
     denominator: Literal["all", "kept", "trajectory"] = Field(
         "all", description="policy loss mean over all action tokens, tokens in the band, or per-trajectory means"
     )
-    gamma: float = Field(1.0, gt=0, le=1)
-    lambda_policy: float | Literal["adaptive"] = Field("adaptive", description="a number, or 1 - 1/(alpha * l)")
-    lambda_alpha: float = Field(1.5, gt=0, description="alpha of the length-adaptive lambda")
-    lambda_critic: float = Field(1.0, ge=0, le=1)
+    gamma: float = Field(1.0, gt=0, le=1, description="discount per action token")
+    lambda_policy: Annotated[float, Field(ge=0, le=1)] | Literal["adaptive"] = Field(
+        "adaptive", description="GAE lambda of the policy: a number in [0, 1], or 1 - 1/(lambda_alpha * action tokens)"
+    )
+    lambda_alpha: float = Field(1.5, gt=0, description="alpha of the length-adaptive lambda_policy")
+    lambda_critic: float = Field(1.0, ge=0, le=1, description="GAE lambda of the critic's targets")
     skip_observations: bool = Field(True, description="GAE over action tokens only; off: every position is a step")
     cross_segment: Literal["paper", "chained", "none"] = Field("paper", description="credit across compactions")
     advantage_values: Literal["before", "after"] = Field(
         "before", description="use critic values from before or after this step's critic passes"
     )
-    whiten_advantages: bool = False
+    whiten_advantages: bool = Field(False, description="zero mean and unit variance over the step's action tokens")
     bootstrap_truncated: bool = Field(False, description="value of the last state instead of 0 at a truncation")
-
-    @model_validator(mode="after")
-    def _lambda_in_range(self) -> AlgorithmSection:
-        if not isinstance(self.lambda_policy, str) and not 0 <= self.lambda_policy <= 1:
-            raise ValueError(f"lambda_policy: {self.lambda_policy} is not in [0, 1] and not 'adaptive'")
-        return self
 
 
 class LearnerSection(Section):
@@ -108,44 +126,50 @@ class LearnerSection(Section):
     batch_trajectories: int = Field(128, ge=1, description="trajectories per optimizer step")
     row_tokens: int = Field(4096, ge=8, description="longest packed row, tokens")
     rows_per_micro_batch: int = Field(8, ge=1, description="packed rows per forward pass")
-    policy_lr: float = Field(1e-6, ge=0)
-    critic_lr: float = Field(5e-6, ge=0)
+    policy_lr: float = Field(1e-6, ge=0, description="peak learning rate of the policy (AdamW)")
+    critic_lr: float = Field(5e-6, ge=0, description="peak learning rate of the critic (AdamW)")
     lr_warmup_steps: int = Field(0, ge=0, description="linear learning-rate warm-up of both optimizers, steps")
-    lr_decay: Literal["constant", "linear"] = "constant"
-    weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    lr_decay: Literal["constant", "linear"] = Field("constant", description="linear: to 0 at run.steps")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay of both optimizers")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False, description="Adam's betas, each in [0, 1)")
     grad_clip: float = Field(1.0, gt=0, description="largest gradient norm, policy and critic each")
     critic_passes: int = Field(2, ge=1, description="K: critic updates per policy update")
     critic_warmup_steps: int = Field(10, ge=0, description="first steps in which only the critic is updated")
-    critic_frozen: Literal["attention", "none"] = "attention"
+    critic_frozen: Literal["attention", "none"] = Field("attention", description="parameters of the critic that stay")
     critic_path: str | None = Field(None, description="critic to start from; default: the policy with a zero head")
-    max_skipped_in_a_row: int = Field(5, ge=1, description="skipped steps in a row (non-finite, empty) that stop the run")
+    max_skipped_in_a_row: int = Field(
+        5, ge=1, description="skipped steps in a row (non-finite, empty) that stop the run"
+    )
     save_every_steps: int = Field(0, ge=0, description="0: only at the end")
-    checkpoints_kept: int = Field(2, ge=1)
-    deterministic: bool = False
+    checkpoints_kept: int = Field(2, ge=1, description="newest checkpoints that stay on disk")
+    deterministic: bool = Field(False, description="deterministic torch kernels: reproducible, slower")
 
 
 class StalenessSection(Section):
     """How far behind a token's policy version may be, and what happens beyond."""
 
     max_lag: int = Field(4, ge=0, description="largest lag in policy versions")
-    stale: Literal["mask", "drop"] = Field("mask", description="mask: no policy loss for the token; drop: whole rollout")
-    discipline: Literal["completion", "window"] = "completion"
+    stale: Literal["mask", "drop"] = Field(
+        "mask", description="mask: no policy loss for the token; drop: whole rollout"
+    )
+    discipline: Literal["completion", "window"] = Field(
+        "completion", description="completion: trained as they finish; window: in task order, no token exceeds max_lag"
+    )
 
 
 class BufferSection(Section):
     """The broker's buffer."""
 
-    max_trajectories: int = Field(4096, ge=1)
-    max_bytes: int = Field(1 << 30, ge=1 << 16)
+    max_trajectories: int = Field(4096, ge=1, description="finished trajectories held at most")
+    max_bytes: int = Field(1 << 30, ge=1 << 16, description="bytes held at most")
 
 
 class EvalSection(Section):
     """Held-out evaluation during training."""
 
-    every_steps: int = Field(20, ge=0, description="0: never")
-    episodes: int = Field(128, ge=1)
-    temperature: float = Field(1.0, ge=0, le=10, description="0: greedy")
+    every_steps: int = Field(20, ge=0, description="optimizer steps between two evaluations; 0: never")
+    episodes: int = Field(128, ge=1, description="held-out episodes of one evaluation")
+    temperature: float = Field(1.0, ge=0, le=10, description="of evaluation episodes; 0: greedy")
 
 
 class TransportSection(Section):
@@ -153,30 +177,34 @@ class TransportSection(Section):
 
     bind: str = Field("ipc", pattern=r"^(ipc|tcp://.+:\d+)$", description="ipc (private folder) or tcp://HOST:PORT")
     allow_remote: bool = Field(False, description="permit a tcp address that is not loopback")
-    max_message_bytes: int = Field(1 << 28, ge=1 << 16)
-    heartbeat_s: float = Field(1.0, gt=0)
-    peer_timeout_s: float = Field(15.0, gt=0, description="a peer silent for this long is gone")
-    rollout_timeout_s: float = Field(3600.0, gt=0, description="a rollout older than this is given up and counted")
-    shutdown_s: float = Field(10.0, gt=0)
+    max_message_bytes: int = Field(1 << 28, ge=1 << 16, description="larger messages are refused before they are read")
+    heartbeat_s: float = Field(1.0, gt=0, description="time between two signs of life, seconds")
+    peer_timeout_s: float = Field(15.0, gt=0, description="a peer silent for this long is gone, seconds")
+    rollout_timeout_s: float = Field(3600.0, gt=0, description="a rollout older than this is given up, seconds")
+    shutdown_s: float = Field(10.0, gt=0, description="time to end in order before processes are killed, seconds")
 
     @model_validator(mode="after")
-    def _loopback(self) -> TransportSection:
-        host = self.bind.removeprefix("tcp://").rsplit(":", 1)[0]
-        local = self.bind == "ipc" or host in ("127.0.0.1", "localhost", "[::1]")
-        if not local and not self.allow_remote:
-            raise ValueError(f"bind: {self.bind} is not a loopback address; set allow_remote = true to permit it")
+    def _sockets(self) -> TransportSection:
+        faults = []
+        if self.bind != "ipc":
+            host, _, port = self.bind.removeprefix("tcp://").rpartition(":")
+            if not 0 < int(port) < 65536:
+                faults.append(f"bind: port {port} is not in 1..65535")
+            if not _is_loopback(host) and not self.allow_remote:
+                faults.append(f"bind: {self.bind} is not a loopback address; set allow_remote = true to permit it")
         if self.peer_timeout_s <= 2 * self.heartbeat_s:
-            raise ValueError(f"peer_timeout_s: {self.peer_timeout_s} must exceed 2 * heartbeat_s = {2 * self.heartbeat_s}")
+            faults.append(f"peer_timeout_s: {self.peer_timeout_s} must exceed 2 * heartbeat_s = {2 * self.heartbeat_s}")
+        _refuse(faults)
         return self
 
 
 class TelemetrySection(Section):
     """What is written and shown."""
 
-    tensorboard: bool = True
-    wandb: bool = False
+    tensorboard: bool = Field(True, description="TensorBoard files, where tensorboardX is installed (extra `tracking`)")
+    wandb: bool = Field(False, description="Weights & Biases; needs the package wandb")
     live: bool = Field(True, description="live view when the output is a terminal")
-    plot: bool = Field(True, description="curves.png at the end")
+    plot: bool = Field(True, description="curves.png at the end, where matplotlib is installed (extra `tracking`)")
 
 
 class Config(Section):
@@ -197,22 +225,21 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> Config:
-        if self.learner.critic_warmup_steps >= self.run.steps:
-            raise ValueError(
-                f"learner.critic_warmup_steps: {self.learner.critic_warmup_steps} leaves no policy step in run.steps = {self.run.steps}"
-            )
-        if self.sampling.max_response_tokens >= self.sampling.context_tokens:
-            raise ValueError(
-                f"sampling.max_response_tokens: {self.sampling.max_response_tokens} must be below sampling.context_tokens = {self.sampling.context_tokens}"
-            )
-        if self.sampling.context_tokens > self.learner.row_tokens:
-            raise ValueError(
-                f"learner.row_tokens: {self.learner.row_tokens} must be at least sampling.context_tokens = {self.sampling.context_tokens}"
-            )
-        if self.buffer.max_trajectories < self.learner.batch_trajectories:
-            raise ValueError(
-                f"buffer.max_trajectories: {self.buffer.max_trajectories} must be at least learner.batch_trajectories = {self.learner.batch_trajectories}"
-            )
+        run, learner, sampling = self.run, self.learner, self.sampling
+        warmup, context, batch = learner.critic_warmup_steps, sampling.context_tokens, learner.batch_trajectories
+        wrong = {
+            f"learner.critic_warmup_steps: {warmup} leaves no policy step in run.steps = {run.steps}": warmup
+            >= run.steps,
+            f"sampling.max_response_tokens: {sampling.max_response_tokens} must be below sampling.context_tokens"
+            f" = {context}": sampling.max_response_tokens >= context,
+            f"learner.row_tokens: {learner.row_tokens} must be at least sampling.context_tokens"
+            f" = {context}": learner.row_tokens < context,
+            f"buffer.max_trajectories: {self.buffer.max_trajectories} must be at least learner.batch_trajectories"
+            f" = {batch}": self.buffer.max_trajectories < batch,
+            f"run.target_success: {run.target_success} needs held-out evaluation, but eval.every_steps"
+            " = 0": run.target_success is not None and self.eval.every_steps == 0,
+        }
+        _refuse([text for text, applies in wrong.items() if applies])
         return self
 
     @property
@@ -221,18 +248,20 @@ class Config(Section):
         return Path(self.run.dir) / self.run.name
 
 
-def load(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """Reads a TOML file, applies `section.key=value` overrides (values in TOML syntax, bare words are strings).
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a TOML file and applies `section.key=value` overrides (values in TOML syntax, bare words are strings).
 
-    Raises `ConfigError` that lists all faults; touches nothing.
+    Touches nothing. Raises `ConfigError` that lists all faults, with line and column where the TOML itself is broken.
     """
     try:
-        data = tomllib.loads(Path(path).read_text())
+        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: byte {error.start} is not UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    for item in overrides or []:
+    for item in overrides:
         _override(data, item)
     return parse(data, source=str(path))
 
@@ -241,8 +270,23 @@ def parse(data: dict[str, Any], source: str = "config") -> Config:
     """Builds a `Config` from plain data. Raises `ConfigError` that lists all faults."""
     try:
         return Config.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError("\n".join(f"{source}: {_fault(item)}" for item in error.errors())) from None
+    except ValidationError:
+        faults = config_faults.explain(Config, data)
+        raise ConfigError("\n".join(f"{source}: {fault}" for fault in faults)) from None
+
+
+def save(config: Config, path: Path) -> None:
+    """Writes the resolved configuration as JSON; every actor of the run reads this file."""
+    path.write_text(json.dumps(config.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
+
+
+def load_resolved(path: Path) -> Config:
+    """Reads what `save` wrote. Raises `ConfigError`."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    return parse(data, source=str(path))
 
 
 def _override(data: dict[str, Any], item: str) -> None:
@@ -251,7 +295,10 @@ def _override(data: dict[str, Any], item: str) -> None:
     if not equals or not all(parts):
         raise ConfigError(f"override {item!r}: expected section.key=value")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        parsed = tomllib.loads(f"value = {text}")
+        value = parsed["value"]
+        if len(parsed) > 1 or isinstance(value, datetime.date | datetime.time):
+            value = text.strip()
     except tomllib.TOMLDecodeError:
         value = text.strip()
     for part in parts[:-1]:
@@ -259,37 +306,3 @@ def _override(data: dict[str, Any], item: str) -> None:
         if not isinstance(data, dict):
             raise ConfigError(f"override {item!r}: {part} is a value, not a section")
     data[parts[-1]] = value
-
-
-def _fault(item: Any) -> str:
-    where = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
-        known = _keys(item["loc"][:-1])
-        near = difflib.get_close_matches(str(item["loc"][-1]).replace("-", "_"), known, n=1)
-        elsewhere = [s for s in Config.model_fields if str(item["loc"][-1]).replace("-", "_") in _keys((s,))]
-        hint = f"; did you mean {near[0]}?" if near else f"; it belongs to [{elsewhere[0]}]" if elsewhere else ""
-        return f"{where}: unknown key{hint}"
-    if item["type"] == "missing":
-        return f"{where}: required, not given"
-    message = item["msg"].removeprefix("Value error, ")
-    return f"{where}: {message}" + ("" if isinstance(item["input"], dict | BaseModel) else f" (got {item['input']!r})")
-
-
-def _keys(location: tuple[Any, ...]) -> list[str]:
-    model: Any = Config
-    for part in location:
-        field = model.model_fields.get(part) if isinstance(model, type) and issubclass(model, BaseModel) else None
-        if field is None:
-            return []
-        model = field.annotation
-    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
-
-
-def save(config: Config, path: Path) -> None:
-    """Writes the resolved configuration as JSON; every actor of the run reads this file."""
-    path.write_text(json.dumps(config.model_dump(mode="json"), indent=2) + "\n")
-
-
-def load_resolved(path: Path) -> Config:
-    """Reads what `save` wrote."""
-    return parse(json.loads(path.read_text()), source=str(path))

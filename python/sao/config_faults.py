@@ -1,0 +1,109 @@
+"""Turns pydantic's validation errors into one line a fault: field, what is wrong, value, what was expected."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from typing import Any, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+Location = tuple[Any, ...]
+PASSES = 4  # unknown keys and wrong values, missing fields, combinations in a section, combinations of sections
+
+
+def explain(model: type[BaseModel], data: dict[str, Any]) -> list[str]:
+    """All faults of `data` under `model` (sections of plain fields), in order of discovery; empty if there is none.
+
+    A wrong field hides the checks that compare several fields, so its default is put in its place and those are
+    looked at too; a later fault that only repeats a field already named is left out.
+    """
+    found: dict[str, str] = {}
+    rest = copy.deepcopy(data)
+    for _ in range(PASSES):
+        try:
+            model.model_validate(rest)
+            break
+        except ValidationError as error:
+            faults, wrong = _describe(model, error)
+        for field, text in faults.items():
+            if field not in found and not any("." in known and known in text for known in found):
+                found[field] = text
+        for location, missing in wrong:
+            _replace(rest, location, "-" if len(location) > 1 else {}, remove=not missing)
+    return list(found.values())
+
+
+def _describe(model: type[BaseModel], error: ValidationError) -> tuple[dict[str, str], list[tuple[Location, bool]]]:
+    faults: dict[str, str] = {}
+    wrong: list[tuple[Location, bool]] = []
+    for item in error.errors():
+        location = _without_union_tags(model, item["loc"])
+        where = ".".join(str(part) for part in location)
+        message = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        if item["type"] == "value_error":  # of a validator that compares fields: one line a fault, "field: text"
+            for line in message.splitlines():
+                text = f"{where}.{line}" if where else line
+                faults[text.partition(": ")[0]] = text
+            if location:
+                wrong.append((location, False))
+            continue
+        wrong.append((location, item["type"] == "missing"))
+        about = _description(model, location)
+        if item["type"] == "extra_forbidden":
+            message = f"unknown key{_suggestion(model, location)}"
+        elif item["type"] == "missing":
+            message = f"required, not given{about}"
+        elif where in faults:  # the other member of a union
+            before, got, after = faults[where].partition(" (got ")
+            faults[where] = f"{before} or {message.removeprefix('must be ')}{got}{after}"
+            continue
+        else:
+            message = f"{message} (got {item['input']!r}){about}"
+        faults[where] = f"{where}: {message}"
+    return faults, wrong
+
+
+def _suggestion(model: type[BaseModel], location: Location) -> str:
+    """The nearest known name for an unknown key: exactly that name elsewhere, then its own section, then anywhere."""
+    name = str(location[-1]).replace("-", "_")
+    sections = {section: list(_section(model, section)) for section in model.model_fields}
+    own = list(sections) if len(location) == 1 else sections.get(location[0], [])
+    home = [section for section, keys in sections.items() if name in keys]
+    near = difflib.get_close_matches(name, own, n=1)
+    if near and (near[0] == name or not home):
+        return f"; did you mean {near[0]}?"
+    if home:
+        return f"; it belongs to [{home[0]}]"
+    anywhere = {key: section for section, keys in sections.items() for key in keys}
+    near = difflib.get_close_matches(name, list(anywhere), n=1)
+    return f"; did you mean {near[0]} of [{anywhere[near[0]]}]?" if near else ""
+
+
+def _section(model: type[BaseModel], name: Any) -> dict[str, Any]:
+    field = model.model_fields.get(name)
+    return dict(field.annotation.model_fields) if field is not None else {}  # type: ignore[union-attr]
+
+
+def _description(model: type[BaseModel], location: Location) -> str:
+    field = _section(model, location[0]).get(location[1]) if len(location) > 1 else None
+    return f"; {field.description}" if field is not None and field.description else ""
+
+
+def _without_union_tags(model: type[BaseModel], location: Location) -> Location:
+    """Cuts off what pydantic appends to name the members of a union; keys of tables and places in lists stay."""
+    field = _section(model, location[0]).get(location[1]) if len(location) > 2 else None
+    return location[:2] if field is not None and get_origin(field.annotation) not in (dict, tuple) else location
+
+
+def _replace(data: Any, location: Location, value: Any, *, remove: bool) -> None:
+    for part in location[:-1]:
+        if not isinstance(data, dict):
+            return
+        data = data.setdefault(part, {})
+    if not isinstance(data, dict):
+        return
+    if remove:
+        data.pop(location[-1], None)
+    else:
+        data[location[-1]] = value
