@@ -15,6 +15,9 @@ pub enum Error {
     /// A wait reached its deadline.
     #[error("{0}")]
     Deadline(String),
+    /// A wait was interrupted by a signal.
+    #[error("{0}")]
+    Interrupted(String),
     /// A bounded buffer has no room and its policy is to refuse.
     #[error("{0}")]
     Full(String),

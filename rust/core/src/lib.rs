@@ -8,6 +8,7 @@ pub mod ledger;
 pub mod pack;
 pub mod staleness;
 pub mod trajectory;
+pub mod wait;
 pub mod wire;
 
 pub use error::{Error, Result};

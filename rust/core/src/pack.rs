@@ -1,1 +1,263 @@
-//! pack (to be written)
+//! Packing of ragged segments into rows, and the plan of a learner step over ranks and micro-batches.
+
+use std::cmp::Reverse;
+use std::collections::BTreeSet;
+
+use crate::{Error, Result};
+
+/// Bins of a packing: bin `b` holds the items `order[offsets[b]..offsets[b + 1]]`, in ascending index.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Bins {
+    /// Item indices, bin after bin.
+    pub order: Vec<i64>,
+    /// Where each bin starts; one more than there are bins.
+    pub offsets: Vec<i64>,
+}
+
+impl Bins {
+    /// Number of bins.
+    pub fn count(&self) -> usize {
+        self.offsets.len() - 1
+    }
+
+    /// The items of one bin.
+    pub fn bin(&self, index: usize) -> &[i64] {
+        &self.order[self.offsets[index] as usize..self.offsets[index + 1] as usize]
+    }
+
+    fn from_assignment(bin_of: &[u32], bins: usize) -> Self {
+        // Counting sort: stable, so items stay in ascending index inside a bin.
+        let mut offsets = vec![0i64; bins + 1];
+        for &bin in bin_of {
+            offsets[bin as usize + 1] += 1;
+        }
+        for bin in 0..bins {
+            offsets[bin + 1] += offsets[bin];
+        }
+        let mut next = offsets.clone();
+        let mut order = vec![0i64; bin_of.len()];
+        for (item, &bin) in bin_of.iter().enumerate() {
+            order[next[bin as usize] as usize] = item as i64;
+            next[bin as usize] += 1;
+        }
+        Self { order, offsets }
+    }
+}
+
+fn invalid(text: String) -> Error {
+    Error::Validation(text)
+}
+
+fn check(lengths: &[i64], capacity: i64, name: &'static str) -> Result<()> {
+    if capacity < 1 {
+        return Err(invalid(format!("{name}: {capacity} must be at least 1")));
+    }
+    if u32::try_from(lengths.len()).is_err() {
+        return Err(invalid(format!("lengths: {} segments are too many", lengths.len())));
+    }
+    for (index, &length) in lengths.iter().enumerate() {
+        if length < 1 {
+            return Err(invalid(format!("lengths[{index}]: {length} is not a positive number of tokens")));
+        }
+        if length > capacity {
+            return Err(invalid(format!("lengths[{index}]: {length} tokens do not fit into {name} = {capacity}")));
+        }
+    }
+    Ok(())
+}
+
+/// Packs `lengths` into few bins of `capacity`: best fit, longest first; ties go to the smaller index, so equal input
+/// gives equal output.
+///
+/// # Errors
+/// [`Error::Validation`] names the first length that is not in `1..=capacity`.
+pub fn pack(lengths: &[i64], capacity: i64) -> Result<Bins> {
+    check(lengths, capacity, "capacity")?;
+    let (bin_of, bins) = best_fit_decreasing(lengths, capacity);
+    Ok(Bins::from_assignment(&bin_of, bins))
+}
+
+fn longest_first(lengths: &[i64]) -> Vec<u32> {
+    let mut items: Vec<u32> = (0..lengths.len() as u32).collect();
+    items.sort_by_key(|&item| Reverse(lengths[item as usize]));
+    items
+}
+
+fn best_fit_decreasing(lengths: &[i64], capacity: i64) -> (Vec<u32>, usize) {
+    let mut bin_of = vec![0u32; lengths.len()];
+    let mut open: BTreeSet<(i64, u32)> = BTreeSet::new();
+    let mut bins = 0u32;
+    for item in longest_first(lengths) {
+        let length = lengths[item as usize];
+        let (room, bin) = match open.range((length, 0)..).next().copied() {
+            Some(entry) => {
+                open.remove(&entry);
+                entry
+            }
+            None => {
+                bins += 1;
+                (capacity, bins - 1)
+            }
+        };
+        open.insert((room - length, bin));
+        bin_of[item as usize] = bin;
+    }
+    (bin_of, bins as usize)
+}
+
+/// How a learner step is laid out.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Layout {
+    /// Learner ranks.
+    pub ranks: usize,
+    /// Tokens of a row.
+    pub row_tokens: i64,
+    /// Rows of a micro-batch.
+    pub rows_per_micro_batch: usize,
+    /// Cost of a token outside attention.
+    pub linear_cost: f64,
+    /// Cost of a pair of tokens in attention; a segment costs `linear * n + quadratic * n * n`.
+    pub quadratic_cost: f64,
+}
+
+/// Where every segment goes: rank, micro-batch, row of the micro-batch and first token inside the row.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plan {
+    /// Rank of each segment.
+    pub rank: Vec<i32>,
+    /// Micro-batch of each segment.
+    pub micro_batch: Vec<i32>,
+    /// Row of each segment inside its micro-batch.
+    pub row: Vec<i32>,
+    /// First token of each segment inside its row.
+    pub position: Vec<i32>,
+    /// Micro-batches of every rank.
+    pub n_micro_batches: usize,
+    /// Cost of each micro-batch, `[rank * n_micro_batches + micro_batch]`.
+    pub costs: Vec<f64>,
+    /// Hash of the input and of everything above; equal on two ranks only if their plans are.
+    pub hash: u64,
+}
+
+/// Lays `lengths` out over ranks and micro-batches.
+///
+/// Rows are the bins of [`pack`]. Every rank gets the same number of micro-batches, the least that holds all rows, so
+/// that no rank waits in a collective the others never enter. Rows of similar cost share a micro-batch index, and within
+/// one the heaviest go to the rank with the least work so far. A rank may have fewer rows in its last micro-batch, or none
+/// at all there; no micro-batch is empty on all ranks.
+///
+/// # Errors
+/// [`Error::Validation`] for a length outside `1..=row_tokens`, for no lengths, and for parameters out of range.
+pub fn plan(lengths: &[i64], layout: &Layout) -> Result<Plan> {
+    check_layout(layout)?;
+    check(lengths, layout.row_tokens, "row_tokens")?;
+    if lengths.is_empty() {
+        return Err(invalid("lengths: empty; a plan needs at least one segment".into()));
+    }
+    let bins = pack(lengths, layout.row_tokens)?;
+    let row_costs: Vec<f64> = (0..bins.count()).map(|bin| cost_of(bins.bin(bin), lengths, layout)).collect();
+    let mut rows: Vec<usize> = (0..bins.count()).collect();
+    rows.sort_by(|&a, &b| row_costs[b].total_cmp(&row_costs[a]).then(a.cmp(&b)));
+
+    let per_step = layout.ranks * layout.rows_per_micro_batch;
+    let n_micro_batches = rows.len().div_ceil(per_step);
+    let n = lengths.len();
+    let mut plan = Plan {
+        rank: vec![0; n],
+        micro_batch: vec![0; n],
+        row: vec![0; n],
+        position: vec![0; n],
+        n_micro_batches,
+        costs: vec![0.0; layout.ranks * n_micro_batches],
+        hash: 0,
+    };
+    let mut load = vec![0.0f64; layout.ranks];
+    for (step, rows) in rows.chunks(per_step).enumerate() {
+        let mut used = vec![0usize; layout.ranks];
+        for &row in rows {
+            let rank = least_loaded(step, &plan, &load, &used, layout);
+            for (item, position) in starts(bins.bin(row), lengths) {
+                plan.rank[item] = rank as i32;
+                plan.micro_batch[item] = step as i32;
+                plan.row[item] = used[rank] as i32;
+                plan.position[item] = position;
+            }
+            used[rank] += 1;
+            load[rank] += row_costs[row];
+            plan.costs[rank * n_micro_batches + step] += row_costs[row];
+        }
+    }
+    plan.hash = hash(lengths, layout, &plan);
+    Ok(plan)
+}
+
+/// The rank that is free in this step with the lightest micro-batch so far, then the lightest load, then the lowest number.
+fn least_loaded(step: usize, plan: &Plan, load: &[f64], used: &[usize], layout: &Layout) -> usize {
+    let mut best: Option<(f64, f64, usize)> = None;
+    for rank in 0..layout.ranks {
+        if used[rank] == layout.rows_per_micro_batch {
+            continue;
+        }
+        let key = (plan.costs[rank * plan.n_micro_batches + step], load[rank], rank);
+        if best.is_none_or(|best| key < best) {
+            best = Some(key);
+        }
+    }
+    best.map_or(0, |(_, _, rank)| rank)
+}
+
+fn starts<'a>(items: &'a [i64], lengths: &'a [i64]) -> impl Iterator<Item = (usize, i32)> + 'a {
+    items.iter().scan(0i64, |position, &item| {
+        let start = *position;
+        *position += lengths[item as usize];
+        Some((item as usize, start as i32))
+    })
+}
+
+fn cost_of(items: &[i64], lengths: &[i64], layout: &Layout) -> f64 {
+    items
+        .iter()
+        .map(|&item| {
+            let n = lengths[item as usize] as f64;
+            layout.linear_cost * n + layout.quadratic_cost * n * n
+        })
+        .sum()
+}
+
+fn check_layout(layout: &Layout) -> Result<()> {
+    let parameter = |name: &str, value: f64, expected: &str| Err(invalid(format!("{name}: {value} must be {expected}")));
+    if layout.ranks < 1 || layout.ranks > 1 << 20 {
+        return parameter("ranks", layout.ranks as f64, "in 1..=1048576");
+    }
+    if layout.rows_per_micro_batch < 1 || layout.rows_per_micro_batch > 1 << 20 {
+        return parameter("rows_per_micro_batch", layout.rows_per_micro_batch as f64, "in 1..=1048576");
+    }
+    if layout.row_tokens > i64::from(i32::MAX) {
+        return parameter("row_tokens", layout.row_tokens as f64, "at most 2147483647");
+    }
+    for (name, value) in [("linear_cost", layout.linear_cost), ("quadratic_cost", layout.quadratic_cost)] {
+        if !value.is_finite() || value < 0.0 {
+            return parameter(name, value, "finite and not negative");
+        }
+    }
+    Ok(())
+}
+
+/// FNV-1a, 64 bit, over little-endian words: stable over platforms and versions.
+fn hash(lengths: &[i64], layout: &Layout, plan: &Plan) -> u64 {
+    let mut state = 0xcbf2_9ce4_8422_2325_u64;
+    let mut feed = |word: u64| {
+        for byte in word.to_le_bytes() {
+            state = (state ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+        }
+    };
+    feed(layout.ranks as u64);
+    feed(layout.row_tokens as u64);
+    feed(layout.rows_per_micro_batch as u64);
+    feed(plan.n_micro_batches as u64);
+    lengths.iter().for_each(|&length| feed(length as u64));
+    for column in [&plan.rank, &plan.micro_batch, &plan.row, &plan.position] {
+        column.iter().for_each(|&value| feed(value as u64));
+    }
+    state
+}

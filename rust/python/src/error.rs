@@ -55,6 +55,7 @@ pub fn to_py(error: sao_core::Error) -> PyErr {
         E::Wire(_) => raise(|c| &c.wire, text),
         E::Closed(_) => raise(|c| &c.closed, text),
         E::Deadline(_) => raise(|c| &c.deadline, text),
+        E::Interrupted(_) => pyo3::exceptions::PyKeyboardInterrupt::new_err(text),
         E::Full(_) => raise(|c| &c.full, text),
         E::Ledger(_) => raise(|c| &c.ledger, text),
     }
