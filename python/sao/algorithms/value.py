@@ -1,0 +1,57 @@
+"""The critic's loss and how much of the return it explains (SAO, arXiv 2607.07508, sections 2 and 4.4).
+
+    L_VF = E_t[ (V(s_t) - target_t)^2 ],   target_t = A_t(lambda_critic) + V(s_t)
+    EV   = 1 - Var(R - V) / Var(R)
+
+V at an action token is the value of the state before that token. The mean is over all action tokens of the batch, and a
+token that is out of the policy's band or too old counts like any other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ValueSums(NamedTuple):
+    """Sum of squared errors (0-d, differentiable) and number of action tokens (0-d int64)."""
+
+    total: Tensor
+    count: Tensor
+
+
+def value_loss(*, values: Tensor, targets: Tensor, mask: Tensor | None = None) -> ValueSums:
+    """Sum of (V - target)^2 over the tokens of `mask` (bool; default: all) in float32 or better, and their number.
+
+    What values and targets hold outside the mask is never read.
+    """
+    mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    chosen = values[mask]
+    chosen = chosen if chosen.dtype == torch.float64 else chosen.float()
+    error = chosen - targets[mask].detach().to(chosen.dtype)
+    return ValueSums((error * error).sum(), mask.sum())
+
+
+def value_moments(*, values: Tensor, returns: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Sufficient statistics of the explained variance: float64[5] = count, sums of R, R^2, R - V, (R - V)^2.
+
+    Moments of parts of a batch add up; `explained_variance` reads their sum.
+    """
+    mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    target = returns.detach()[mask].double()
+    error = target - values.detach()[mask].double()
+    count = torch.tensor(float(target.numel()), dtype=torch.float64, device=target.device)
+    return torch.stack([count, target.sum(), (target * target).sum(), error.sum(), (error * error).sum()])
+
+
+def explained_variance(moments: Tensor) -> float | None:
+    """EV from `value_moments`; None where it does not exist (no token, or all returns equal)."""
+    count, total, squares, error, error_squares = moments.tolist()
+    if count == 0:
+        return None
+    variance = squares / count - (total / count) ** 2
+    if variance <= 1e-12 * max(1.0, squares / count):
+        return None
+    return 1.0 - (error_squares / count - (error / count) ** 2) / variance
