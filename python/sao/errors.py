@@ -57,3 +57,7 @@ class EnvironmentFailure(Error):  # noqa: N818 - named for what it is: data abou
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
         self.detail = detail
+
+
+class LearnerError(Error):
+    """Training cannot go on: too many steps skipped in a row, or ranks that do not agree."""
