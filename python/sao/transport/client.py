@@ -1,0 +1,393 @@
+"""The peer's end of the line to the broker.
+
+One I/O thread owns the socket; any number of threads may call. A message is sent again until it is answered, a call
+has a deadline of its own that leaves the client usable, and a broker that falls silent fails every waiter with a
+reason.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import zmq
+
+from sao import errors
+from sao.errors import ClosedError, DeadlineError, Error, TransportError, WireError
+from sao.transport.link import Link
+from sao.transport.messages import Buffer, Message, check, decode, encode
+from sao.transport.sockets import connect_dealer
+
+log = logging.getLogger(__name__)
+
+
+class Client:
+    """A DEALER with the identity `role:name:incarnation`.
+
+    `on_push(message)` is called in the I/O thread for everything that the broker sends on its own (tasks, version,
+    stop, step, ...), each exactly once; it must return at once (hand over, do not work). `on_lost(error)` is called
+    once when the broker is silent for `peer_timeout_s` or has forgotten this peer. Make the client after a fork, not
+    before.
+
+    >>> client = Client(endpoint, role="generator", name="g0", on_push=print)
+    >>> welcome = client.connect(deadline_s=10.0)
+    >>> reply = client.call("slots", {"free": 8, "received": 0}, deadline_s=5.0).result()
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        role: str,
+        name: str,
+        incarnation: int = 0,
+        max_message_bytes: int = 1 << 28,
+        heartbeat_s: float = 1.0,
+        peer_timeout_s: float = 15.0,
+        on_push: Callable[[Message], None] | None = None,
+        on_lost: Callable[[Error], None] | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.role, self.name, self.incarnation = role, name, incarnation
+        self._max_message_bytes = max_message_bytes
+        self._heartbeat_s, self._peer_timeout_s = heartbeat_s, peer_timeout_s
+        self._on_push, self._on_lost = on_push, on_lost
+        self._pid = os.getpid()
+        self._lock = threading.Condition()
+        self._link = Link(resend_s=max(heartbeat_s, 0.2))
+        self._waiters: dict[int, tuple[Future[Message], str, float | None]] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self._outbox: deque[list[Buffer]] = deque()
+        self._failure: Error | None = None
+        self._joined = False
+        self._closing = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            identity = f"{role}:{name}:{incarnation}".encode()
+            self._socket = connect_dealer(self._context, endpoint, identity, max_message_bytes)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._thread = threading.Thread(target=self._run, name=f"sao-client-{name}", daemon=True)
+        self._thread.start()
+
+    # -- calls, from any thread
+
+    def connect(self, deadline_s: float = 30.0, **hello: Any) -> dict[str, Any]:
+        """Joins; returns the body of `welcome` (`version`, `weights`, ...). `hello` adds fields to the greeting.
+
+        Raises `DeadlineError` that names the endpoint when nothing answers in time, `TransportError` when refused.
+        """
+        body = {
+            "role": self.role,
+            "name": self.name,
+            "incarnation": self.incarnation,
+            "pid": self._pid,
+            "nonce": secrets.token_hex(8),
+            **hello,
+        }
+        welcome = self.call("hello", body, deadline_s=deadline_s).result()
+        with self._lock:
+            self._joined = True
+        self._wake()
+        return welcome.body
+
+    def call(
+        self,
+        kind: str,
+        body: dict[str, Any] | None = None,
+        frames: Sequence[Buffer] = (),
+        deadline_s: float | None = None,
+    ) -> Future[Message]:
+        """Sends a message and returns the future of its answer.
+
+        The future raises `DeadlineError` after `deadline_s` (the answer of a call that was given up reaches nobody,
+        and the broker is told), `TransportError` when the broker is lost, `ClosedError` at `close()`, and the error
+        that the broker names. `call` itself raises `WireError` for an oversized message, and waits while the window
+        of 4096 unanswered messages is full. `frames` must not be changed before the answer.
+        """
+        if os.getpid() != self._pid:
+            raise TransportError(
+                f"client was made in process {self._pid} and is used in {os.getpid()}: make a new one after fork"
+            )
+        now = time.monotonic()
+        deadline = None if deadline_s is None else now + deadline_s
+        future: Future[Message] = Future()
+        with self._lock:
+            while not (self._link.open or self._failure or self._closing):
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise DeadlineError(f"{kind}: no room to send to {self.endpoint} within {deadline_s:g} s")
+                self._lock.wait(left)
+            self._raise_if_unusable()
+            seq, low = self._link.number(), self._link.low
+        try:
+            wire = encode(Message(kind, body or {}, tuple(frames), seq=seq, low=low), self._max_message_bytes)
+        except WireError:
+            with self._lock:
+                self._link.settle(seq)
+                self._lock.notify_all()
+            raise
+        with self._lock:
+            self._raise_if_unusable()
+            self._waiters[seq] = (future, kind, deadline_s)
+            if deadline is not None:
+                heapq.heappush(self._deadlines, (deadline, seq))
+            self._link.sent(seq, wire, now)
+            self._outbox.append(wire)
+        future.add_done_callback(partial(self._given_up, seq))
+        self._wake()
+        return future
+
+    def send(self, kind: str, body: dict[str, Any] | None = None, frames: Sequence[Buffer] = ()) -> Future[Message]:
+        """`call` without a deadline: delivered exactly once, or the future says why not. The answer may be ignored."""
+        return self.call(kind, body, frames)
+
+    def flush(self, deadline_s: float) -> None:
+        """Waits until everything sent so far was answered. Raises `DeadlineError` that says how many messages were
+        not.
+        """
+        end = time.monotonic() + deadline_s
+        with self._lock:
+            while self._waiters and self._failure is None and not self._closing:
+                left = end - time.monotonic()
+                if left <= 0:
+                    kinds = sorted({kind for _, kind, _ in self._waiters.values()})
+                    count = f"{len(self._waiters)} messages ({', '.join(kinds)})"
+                    raise DeadlineError(f"{count} not acknowledged by {self.endpoint} within {deadline_s:g} s")
+                self._lock.wait(left)
+            self._raise_if_unusable()
+
+    @property
+    def pending(self) -> int:
+        """Messages that wait for an answer."""
+        with self._lock:
+            return len(self._waiters)
+
+    @property
+    def lost(self) -> Error | None:
+        """Why the broker is lost, `None` while it is not."""
+        return self._failure
+
+    def close(self) -> None:
+        """Says goodbye and ends the I/O thread; every waiter gets `ClosedError`. Call `flush` first to wait for
+        answers.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+        self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5.0)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _raise_if_unusable(self) -> None:
+        if self._closing:
+            raise ClosedError(f"client of {self.endpoint} is closed")
+        if self._failure is not None:
+            raise self._failure
+
+    def _wake(self) -> None:
+        with self._lock:
+            if self._wake_write >= 0:
+                with suppress(BlockingIOError):
+                    os.write(self._wake_write, b"x")
+
+    def _given_up(self, seq: int, future: Future[Message]) -> None:
+        if not future.cancelled():
+            return
+        with self._lock:
+            if self._waiters.pop(seq, None) is None:
+                return
+            self._link.settle(seq)
+            self._lock.notify_all()
+        with suppress(Error):
+            self._post("cancel", {"seq": seq})
+            self._wake()
+
+    # -- the I/O thread
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake_read, zmq.POLLIN)
+        try:
+            heard = beaten = time.monotonic()
+            while not self._closing and self._failure is None:
+                poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if self._outbox else 0))
+                events = dict(poller.poll(self._timeout_ms(heard, beaten)))
+                if self._wake_read in events:
+                    with suppress(BlockingIOError):
+                        os.read(self._wake_read, 4096)
+                if self._receive():
+                    heard = time.monotonic()
+                now = time.monotonic()
+                with self._lock:
+                    joined = self._joined
+                    self._outbox.extend(self._link.due(now))
+                if not joined:
+                    heard = now
+                elif now - heard > self._peer_timeout_s:
+                    self._fail(TransportError(f"{self.endpoint}: broker silent for {now - heard:.1f} s"))
+                elif now - beaten >= self._heartbeat_s:
+                    beaten = now
+                    self._post("ping")
+                self._expire(now)
+                self._transmit()
+        except Exception as error:  # a bug here must reach the waiters
+            log.exception("client thread failed")
+            self._fail(TransportError(f"{self.endpoint}: client thread failed: {error!r}"))
+        finally:
+            self._end()
+
+    def _timeout_ms(self, heard: float, beaten: float) -> int | None:
+        with self._lock:
+            times = [
+                t for t in (self._link.next_due(), self._deadlines[0][0] if self._deadlines else None) if t is not None
+            ]
+            if self._joined:
+                times += [beaten + self._heartbeat_s, heard + self._peer_timeout_s]
+        return max(0, int((min(times) - time.monotonic()) * 1000) + 1) if times else None
+
+    def _transmit(self) -> None:
+        while self._outbox:
+            try:
+                self._socket.send_multipart(self._outbox[0], zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._outbox.popleft()
+
+    def _post(self, kind: str, body: dict[str, Any] | None = None, re: int = 0) -> None:
+        with self._lock:
+            low = self._link.low
+        self._outbox.append(encode(Message(kind, body or {}, re=re, low=low), self._max_message_bytes))
+
+    def _receive(self) -> bool:
+        got = False
+        for _ in range(256):
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            got = True
+            try:
+                message = decode([part.buffer for part in parts], self._max_message_bytes)
+                check(message)
+            except WireError as error:
+                log.warning("%s: bad message from the broker: %s", self.endpoint, error)
+                continue
+            if message.re:
+                self._answer(message)
+            elif message.kind == "error":
+                self._fail(_as_error(message.body))
+            elif message.kind != "pong":
+                self._push(message)
+        return got
+
+    def _answer(self, message: Message) -> None:
+        with self._lock:
+            self._link.settle(message.re)
+            waiter = self._waiters.pop(message.re, None)
+            self._lock.notify_all()
+        if waiter is None:
+            return  # given up before, or a second answer
+        if message.kind != "error":
+            _complete(waiter[0], message)
+            return
+        error = _as_error(message.body)
+        _complete(waiter[0], error)
+        if message.body.get("gone"):
+            self._fail(error)
+
+    def _push(self, message: Message) -> None:
+        with self._lock:
+            fresh = self._link.fresh(message)
+        if fresh and self._on_push is not None:
+            try:
+                self._on_push(message)
+            except Exception:
+                log.exception("on_push failed on %r", message.kind)
+        if message.seq:
+            self._post("ack", re=message.seq)
+
+    def _expire(self, now: float) -> None:
+        while True:
+            with self._lock:
+                if not self._deadlines or self._deadlines[0][0] > now:
+                    return
+                _, seq = heapq.heappop(self._deadlines)
+                waiter = self._waiters.pop(seq, None)
+                if waiter is None:
+                    continue
+                self._link.settle(seq)
+                self._lock.notify_all()
+            future, kind, deadline_s = waiter
+            self._post("cancel", {"seq": seq})
+            _complete(future, DeadlineError(f"{kind}: no answer from {self.endpoint} within {deadline_s:g} s"))
+
+    def _fail(self, error: Error) -> None:
+        with self._lock:
+            if self._failure is not None or self._closing:
+                return
+            self._failure = error
+            self._lock.notify_all()
+        self._drain(error)
+        if self._on_lost is not None:
+            try:
+                self._on_lost(error)
+            except Exception:
+                log.exception("on_lost failed")
+
+    def _drain(self, error: Error) -> None:
+        with self._lock:
+            waiters, self._waiters = self._waiters, {}
+            self._deadlines.clear()
+            self._lock.notify_all()
+        for future, _, _ in waiters.values():
+            _complete(future, error)
+
+    def _end(self) -> None:
+        with suppress(zmq.ZMQError):
+            self._outbox.clear()
+            self._post("bye")
+            self._transmit()
+        self._drain(self._failure or ClosedError(f"client of {self.endpoint} was closed"))
+        self._context.destroy(linger=200)
+        with self._lock:
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+            self._wake_write = -1
+
+
+def _complete(future: Future[Message], result: Message | Error) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    if isinstance(result, Message):
+        future.set_result(result)
+    else:
+        future.set_exception(result)
+
+
+def _as_error(body: dict[str, Any]) -> Error:
+    kind = getattr(errors, str(body.get("error", "")), TransportError)
+    usable = isinstance(kind, type) and issubclass(kind, Error) and kind is not errors.EnvironmentFailure
+    return (kind if usable else TransportError)(str(body.get("text", ""))[:4096])

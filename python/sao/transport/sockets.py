@@ -1,0 +1,126 @@
+"""Endpoints and socket options, in one place.
+
+`ipc` endpoints live in a private folder (mode 0700); `tcp` endpoints are loopback unless the configuration says
+otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import zmq
+
+from sao.errors import TransportError
+
+IPC_PATH_LIMIT: Final = 107  # bytes of sockaddr_un.sun_path without the terminating zero
+HIGH_WATER: Final = 4096  # messages per peer and direction; the reliable layer above resends what does not fit
+
+
+def private_folder(prefix: str = "sao-", base: str | None = None) -> Path:
+    """A new folder that only this user may enter (mode 0700), short enough for an ipc path by default."""
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=base or "/tmp"))
+
+
+def check_endpoint(endpoint: str) -> Path | None:
+    """The socket path of an `ipc://` endpoint, `None` for `tcp://HOST:PORT`. Raises `TransportError` that names the
+    fault.
+    """
+    scheme, separator, rest = endpoint.partition("://")
+    if scheme == "tcp" and separator:
+        host, colon, port = rest.rpartition(":")
+        if not (colon and host and port.isdigit() and int(port) < 1 << 16):
+            raise TransportError(f"endpoint {endpoint!r}: expected tcp://HOST:PORT")
+        return None
+    if scheme != "ipc" or not rest:
+        raise TransportError(f"endpoint {endpoint!r}: expected ipc://PATH or tcp://HOST:PORT")
+    length = len(os.fsencode(rest))
+    if length > IPC_PATH_LIMIT:
+        raise TransportError(
+            f"endpoint {endpoint!r}: path of {length} bytes exceeds the limit of {IPC_PATH_LIMIT} bytes"
+        )
+    return Path(rest)
+
+
+def clear_stale(path: Path) -> None:
+    """Removes the socket file of a process that is gone. Raises `TransportError` on a live socket or any other kind
+    of file.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise TransportError(f"{path}: exists and is not a socket; it is not removed")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            path.unlink(missing_ok=True)
+            return
+        except OSError as error:
+            raise TransportError(f"{path}: cannot be probed: {error}") from None
+    raise TransportError(f"{path}: another process listens here")
+
+
+def _check_private(folder: Path) -> None:
+    try:
+        status = folder.stat()
+    except OSError as error:
+        raise TransportError(f"{folder}: folder of the ipc endpoint: {error.strerror}") from None
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise TransportError(
+            f"{folder}: must belong to this user with mode 0700, has {stat.S_IMODE(status.st_mode):04o}"
+        )
+
+
+def bind_router(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_message_bytes: int
+) -> tuple[zmq.Socket[bytes], str]:
+    """A listening ROUTER and its endpoint (the port is filled in when 0 was asked for). Raises `TransportError`."""
+    path = check_endpoint(endpoint)
+    if path is not None:
+        _check_private(path.parent)
+        clear_stale(path)
+    router = context.socket(zmq.ROUTER)
+    _options(router, max_message_bytes)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to a peer that is gone is an error, not a silent loss
+    router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reconnecting peer keeps its identity at once
+    try:
+        router.bind(endpoint)
+    except zmq.ZMQError as error:
+        router.close(linger=0)
+        raise TransportError(f"endpoint {endpoint!r}: cannot listen: {error.strerror}") from None
+    return router, router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def connect_dealer(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes, max_message_bytes: int
+) -> zmq.Socket[bytes]:
+    """A DEALER that connects, and reconnects, to `endpoint`; the listener need not exist yet. Raises
+    `TransportError`.
+    """
+    check_endpoint(endpoint)
+    dealer = context.socket(zmq.DEALER)
+    _options(dealer, max_message_bytes)
+    dealer.setsockopt(zmq.IDENTITY, identity)
+    dealer.setsockopt(zmq.RECONNECT_IVL, 50)
+    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    try:
+        dealer.connect(endpoint)
+    except zmq.ZMQError as error:
+        dealer.close(linger=0)
+        raise TransportError(f"endpoint {endpoint!r}: cannot connect: {error.strerror}") from None
+    return dealer
+
+
+def _options(sock: zmq.Socket[bytes], max_message_bytes: int) -> None:
+    sock.setsockopt(zmq.SNDHWM, HIGH_WATER)
+    sock.setsockopt(zmq.RCVHWM, HIGH_WATER)
+    sock.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+    sock.setsockopt(zmq.LINGER, 0)
