@@ -1,1 +1,418 @@
-//! advantage (to be written)
+//! Generalised advantage estimation over ragged multi-segment trajectories.
+//!
+//! Steps are action tokens only: an observation, however long, lies between two steps and costs one `gamma * lambda`
+//! (SAO, arXiv 2607.07508, Eq. 4-5). `V` at an action token is the value of the prefix before it. Credit crosses
+//! context compactions as [`CrossSegment`] says (CompactionRL, arXiv 2607.05378, Eq. 13-15).
+
+use crate::{Error, Result};
+
+/// How credit crosses the cuts between the segments of one trajectory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CrossSegment {
+    /// Every segment ends with the trajectory's reward and bootstrap; its advantages are then multiplied by
+    /// `(gamma * lambda)^N`, `N` action tokens in later segments (CompactionRL Eq. 13-14).
+    Paper,
+    /// The segments form one chain: the reward comes once, at the last action token of the trajectory, and the value
+    /// of the first action token of the next segment follows the last of this one.
+    Chained,
+    /// As `Paper` without the factor.
+    Independent,
+}
+
+/// The policy's lambda.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Lambda {
+    /// The same for all trajectories.
+    Fixed(f64),
+    /// `1 - 1 / (alpha * l)` clamped to `[0, 1]`, `l` action tokens in all segments of the trajectory (SAO 4.1).
+    Adaptive {
+        /// alpha
+        alpha: f64,
+    },
+}
+
+impl Lambda {
+    /// Lambda of a trajectory of `actions` action tokens; NaN if it has none.
+    pub fn of(self, actions: usize) -> f64 {
+        match self {
+            _ if actions == 0 => f64::NAN,
+            Self::Fixed(lambda) => lambda,
+            Self::Adaptive { alpha } => (1.0 - 1.0 / (alpha * actions as f64)).clamp(0.0, 1.0),
+        }
+    }
+}
+
+/// What is computed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Parameters {
+    /// Discount per action token, in `(0, 1]`.
+    pub gamma: f64,
+    /// Lambda of the policy's advantages.
+    pub lambda_policy: Lambda,
+    /// Lambda of the critic's targets, in `[0, 1]`.
+    pub lambda_critic: f64,
+    /// Credit across segments.
+    pub cross_segment: CrossSegment,
+    /// Off: every position from a segment's first to its last action token is a step (for ablations).
+    pub skip_observations: bool,
+}
+
+/// A ragged batch: tokens of all segments of all trajectories, one after another.
+#[derive(Clone, Copy, Debug)]
+pub struct Batch<'a> {
+    /// Critic values, one a token; read at steps only.
+    pub values: &'a [f32],
+    /// Not 0: sampled by the policy.
+    pub action_mask: &'a [u8],
+    /// Where each segment starts; ends with the number of tokens.
+    pub segment_offsets: &'a [i64],
+    /// First segment of each trajectory; ends with the number of segments.
+    pub trajectory_offsets: &'a [i64],
+    /// Reward of each trajectory.
+    pub rewards: &'a [f32],
+    /// Value after the last action token of each trajectory; none: 0.
+    pub bootstrap: Option<&'a [f32]>,
+    /// Tokens that earn a reward of their own, and those rewards; added to the trajectory's.
+    pub turn_rewards: (&'a [i64], &'a [f32]),
+}
+
+/// Writes advantages and critic targets of `batch` (0 where the mask is 0) and gives the policy lambda of each
+/// trajectory (NaN: it has no action token and takes no part).
+///
+/// A turn reward belongs to the segment it was earned in and is discounted there like any reward; with
+/// [`CrossSegment::Paper`] it therefore reaches earlier segments not at all and shares the factor of its own.
+/// Accumulates in float64. `threads` above 1 splits the trajectories over that many threads.
+///
+/// # Errors
+/// [`Error::Validation`] names the array, index and value that is wrong; the outputs are unspecified then.
+pub fn advantages(
+    batch: &Batch<'_>,
+    parameters: &Parameters,
+    threads: usize,
+    advantages: &mut [f32],
+    targets: &mut [f32],
+) -> Result<Vec<f64>> {
+    check(batch, parameters, advantages.len(), targets.len())?;
+    let turns = sorted_turns(batch)?;
+    let count = batch.rewards.len();
+    let mut lambdas = vec![0.0; count];
+    let threads = threads.clamp(1, count.max(1));
+    if threads == 1 {
+        let whole = Share { first: 0, advantages, targets, lambdas: &mut lambdas };
+        run(batch, parameters, &turns, whole)?;
+        return Ok(lambdas);
+    }
+    let shares = split(batch, threads, advantages, targets, &mut lambdas);
+    let turns = &turns;
+    std::thread::scope(|scope| {
+        let handles: Vec<_> =
+            shares.into_iter().map(|share| scope.spawn(move || run(batch, parameters, turns, share))).collect();
+        // Errors are taken in order, so the first wrong trajectory is named however the threads ran.
+        handles.into_iter().try_for_each(|handle| match handle.join() {
+            Ok(result) => result,
+            Err(panic) => std::panic::resume_unwind(panic),
+        })
+    })?;
+    Ok(lambdas)
+}
+
+/// Consecutive trajectories from `first` on, with their part of the outputs.
+struct Share<'a> {
+    first: usize,
+    advantages: &'a mut [f32],
+    targets: &'a mut [f32],
+    lambdas: &'a mut [f64],
+}
+
+fn split<'a>(
+    batch: &Batch<'_>,
+    threads: usize,
+    mut advantages: &'a mut [f32],
+    mut targets: &'a mut [f32],
+    mut lambdas: &'a mut [f64],
+) -> Vec<Share<'a>> {
+    let tokens = batch.values.len();
+    let (mut shares, mut first, mut from) = (Vec::with_capacity(threads), 0, 0);
+    for part in 1..=threads {
+        let goal = tokens * part / threads;
+        let mut last = first;
+        while last < batch.rewards.len() && (part == threads || batch.token_start(last + 1) <= goal) {
+            last += 1;
+        }
+        let to = batch.token_start(last);
+        let (a, t, l);
+        (a, advantages) = advantages.split_at_mut(to - from);
+        (t, targets) = targets.split_at_mut(to - from);
+        (l, lambdas) = lambdas.split_at_mut(last - first);
+        shares.push(Share { first, advantages: a, targets: t, lambdas: l });
+        (first, from) = (last, to);
+    }
+    shares
+}
+
+impl Batch<'_> {
+    fn token_start(&self, trajectory: usize) -> usize {
+        self.segment_offsets[self.trajectory_offsets[trajectory] as usize] as usize
+    }
+}
+
+fn run(batch: &Batch<'_>, parameters: &Parameters, turns: &[(usize, f64)], share: Share<'_>) -> Result<()> {
+    let base = batch.token_start(share.first);
+    for (index, lambda) in share.lambdas.iter_mut().enumerate() {
+        let trajectory = share.first + index;
+        let (from, to) = (batch.token_start(trajectory), batch.token_start(trajectory + 1));
+        let (advantages, targets) = (&mut share.advantages[from - base..to - base], &mut share.targets[from - base..to - base]);
+        advantages.fill(0.0);
+        targets.fill(0.0);
+        let actions = count_actions(&batch.action_mask[from..to]);
+        *lambda = parameters.lambda_policy.of(actions);
+        if actions > 0 {
+            let mut walk = Walk::new(batch, parameters, trajectory, *lambda, advantages, targets);
+            walk.trajectory(turns)?;
+        }
+    }
+    Ok(())
+}
+
+/// The backward recurrence over one trajectory.
+struct Walk<'a> {
+    batch: &'a Batch<'a>,
+    trajectory: usize,
+    start: usize,
+    skip_observations: bool,
+    cross_segment: CrossSegment,
+    reward: f64,
+    bootstrap: f64,
+    gamma: f64,
+    decay: f64,
+    critic_decay: f64,
+    advantages: &'a mut [f32],
+    targets: &'a mut [f32],
+    /// Multiplies the advantages of the segment at hand.
+    factor: f64,
+    next_value: f64,
+    carry: f64,
+    critic_carry: f64,
+}
+
+impl<'a> Walk<'a> {
+    fn new(
+        batch: &'a Batch<'a>,
+        parameters: &Parameters,
+        trajectory: usize,
+        lambda: f64,
+        advantages: &'a mut [f32],
+        targets: &'a mut [f32],
+    ) -> Self {
+        Self {
+            batch,
+            trajectory,
+            start: batch.token_start(trajectory),
+            skip_observations: parameters.skip_observations,
+            cross_segment: parameters.cross_segment,
+            reward: f64::from(batch.rewards[trajectory]),
+            bootstrap: batch.bootstrap.map_or(0.0, |values| f64::from(values[trajectory])),
+            gamma: parameters.gamma,
+            decay: parameters.gamma * lambda,
+            critic_decay: parameters.gamma * parameters.lambda_critic,
+            advantages,
+            targets,
+            factor: 1.0,
+            next_value: 0.0,
+            carry: 0.0,
+            critic_carry: 0.0,
+        }
+    }
+
+    fn trajectory(&mut self, turns: &[(usize, f64)]) -> Result<()> {
+        let segments = self.batch.trajectory_offsets[self.trajectory] as usize
+            ..self.batch.trajectory_offsets[self.trajectory + 1] as usize;
+        let mut later_actions = 0;
+        let mut ended = false;
+        for segment in segments.rev() {
+            let from = self.batch.segment_offsets[segment] as usize;
+            let to = self.batch.segment_offsets[segment + 1] as usize;
+            let mask = &self.batch.action_mask[from..to];
+            let Some(last) = mask.iter().rposition(|&action| action != 0) else { continue };
+            let mut reward = 0.0;
+            if !ended || self.cross_segment != CrossSegment::Chained {
+                reward = self.reward;
+                self.next_value = self.bootstrap;
+                self.carry = 0.0;
+                self.critic_carry = 0.0;
+                ended = true;
+            }
+            if self.cross_segment == CrossSegment::Paper {
+                self.factor = self.decay.powf(later_actions as f64);
+            }
+            let first_turn = turns.partition_point(|&(token, _)| token < from);
+            let last_turn = turns.partition_point(|&(token, _)| token < to);
+            later_actions += self.segment(from, from + last + 1, reward, &turns[first_turn..last_turn])?;
+        }
+        Ok(())
+    }
+
+    /// Tokens `[from, to)`, whose last is an action that earns `reward`; gives the number of action tokens.
+    fn segment(&mut self, from: usize, to: usize, mut reward: f64, mut turns: &[(usize, f64)]) -> Result<usize> {
+        let mask = self.batch.action_mask;
+        let (mut stop, mut actions) = (to, 0);
+        while stop > from {
+            // [start, stop) is the longest run of action tokens that ends here.
+            let start = from + mask[from..stop].iter().rposition(|&action| action == 0).map_or(0, |at| at + 1);
+            actions += stop - start;
+            // A reward enters at the last token of a piece, so the inner loop has none.
+            while stop > start {
+                while let Some((&(token, extra), rest)) = turns.split_last() {
+                    if token + 1 != stop {
+                        break;
+                    }
+                    reward += extra;
+                    turns = rest;
+                }
+                let piece = turns.last().map_or(start, |&(token, _)| start.max(token + 1));
+                self.piece(piece, stop, reward)?;
+                (reward, stop) = (0.0, piece);
+            }
+            let Some(before) = mask[from..start].iter().rposition(|&action| action != 0) else { break };
+            let before = from + before + 1;
+            if !self.skip_observations {
+                self.observations(before, start)?;
+            }
+            stop = before;
+        }
+        Ok(actions)
+    }
+
+    fn finite(&self, from: usize, to: usize) -> Result<()> {
+        // Folded without a branch so that it runs at memory speed.
+        let values = &self.batch.values[from..to];
+        if values.iter().fold(true, |finite, value| finite & value.is_finite()) {
+            return Ok(());
+        }
+        let at = values.iter().position(|value| !value.is_finite()).unwrap_or(0);
+        Err(Error::Validation(format!(
+            "values[{}]: {} at a token of trajectory {} is not finite",
+            from + at,
+            values[at],
+            self.trajectory
+        )))
+    }
+
+    /// Action tokens `[from, to)`, not empty; `reward` is earned by the last.
+    fn piece(&mut self, from: usize, to: usize, reward: f64) -> Result<()> {
+        self.finite(from, to)?;
+        let values = &self.batch.values[from..to];
+        let range = from - self.start..to - self.start;
+        let (advantages, targets) = (&mut self.advantages[range.clone()], &mut self.targets[range]);
+        let (gamma, decay, critic_decay, factor) = (self.gamma, self.decay, self.critic_decay, self.factor);
+        let (mut next, mut carry, mut critic, mut reward) = (self.next_value, self.carry, self.critic_carry, reward);
+        for ((advantage, target), &value) in advantages.iter_mut().zip(targets).zip(values).rev() {
+            let value = f64::from(value);
+            let delta = reward + gamma * next - value;
+            carry = delta + decay * carry;
+            critic = delta + critic_decay * critic;
+            *advantage = (factor * carry) as f32;
+            *target = (critic + value) as f32;
+            next = value;
+            reward = 0.0;
+        }
+        (self.next_value, self.carry, self.critic_carry) = (next, carry, critic);
+        Ok(())
+    }
+
+    /// Observation tokens `[from, to)` as steps of their own, for the ablation only; nothing is written.
+    fn observations(&mut self, from: usize, to: usize) -> Result<()> {
+        self.finite(from, to)?;
+        for &value in self.batch.values[from..to].iter().rev() {
+            let value = f64::from(value);
+            let delta = self.gamma * self.next_value - value;
+            self.carry = delta + self.decay * self.carry;
+            self.critic_carry = delta + self.critic_decay * self.critic_carry;
+            self.next_value = value;
+        }
+        Ok(())
+    }
+}
+
+fn count_actions(mask: &[u8]) -> usize {
+    // In blocks whose count fits a byte, so that the compiler sums bytes side by side.
+    mask.chunks(255).map(|block| usize::from(block.iter().map(|&action| u8::from(action != 0)).sum::<u8>())).sum()
+}
+
+fn sorted_turns(batch: &Batch<'_>) -> Result<Vec<(usize, f64)>> {
+    let (positions, rewards) = batch.turn_rewards;
+    if positions.len() != rewards.len() {
+        return fail(format!("turn_rewards: {} positions but {} rewards", positions.len(), rewards.len()));
+    }
+    let mut turns = Vec::with_capacity(positions.len());
+    for (index, (&position, &reward)) in positions.iter().zip(rewards).enumerate() {
+        let token = usize::try_from(position).unwrap_or(usize::MAX);
+        if batch.action_mask.get(token).is_none_or(|&action| action == 0) {
+            return fail(format!("turn_rewards[{index}]: position {position} is not an action token"));
+        }
+        if !reward.is_finite() {
+            return fail(format!("turn_rewards[{index}]: {reward} is not finite"));
+        }
+        turns.push((token, f64::from(reward)));
+    }
+    turns.sort_by_key(|&(token, _)| token);
+    Ok(turns)
+}
+
+fn fail<T>(text: String) -> Result<T> {
+    Err(Error::Validation(text))
+}
+
+fn check(batch: &Batch<'_>, parameters: &Parameters, advantages: usize, targets: usize) -> Result<()> {
+    let tokens = batch.values.len();
+    for (name, len) in [("action_mask", batch.action_mask.len()), ("advantages", advantages), ("targets", targets)] {
+        if len != tokens {
+            return fail(format!("{name}: {len} entries, but values has {tokens}"));
+        }
+    }
+    check_offsets("segment_offsets", batch.segment_offsets, tokens)?;
+    check_offsets("trajectory_offsets", batch.trajectory_offsets, batch.segment_offsets.len() - 1)?;
+    let count = batch.trajectory_offsets.len() - 1;
+    check_finite("rewards", batch.rewards, count)?;
+    if let Some(bootstrap) = batch.bootstrap {
+        check_finite("bootstrap", bootstrap, count)?;
+    }
+    let Parameters { gamma, lambda_policy, lambda_critic, .. } = *parameters;
+    if !(gamma > 0.0 && gamma <= 1.0) {
+        return fail(format!("gamma: {gamma} is not in (0, 1]"));
+    }
+    if !(0.0..=1.0).contains(&lambda_critic) {
+        return fail(format!("lambda_critic: {lambda_critic} is not in [0, 1]"));
+    }
+    match lambda_policy {
+        Lambda::Fixed(lambda) if !(0.0..=1.0).contains(&lambda) => fail(format!("lambda_policy: {lambda} is not in [0, 1]")),
+        Lambda::Adaptive { alpha } if !(alpha.is_finite() && alpha > 0.0) => {
+            fail(format!("lambda_alpha: {alpha} is not a positive number"))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn check_offsets(name: &str, offsets: &[i64], end: usize) -> Result<()> {
+    if offsets.first() != Some(&0) || offsets.last() != Some(&(end as i64)) {
+        return fail(format!(
+            "{name}: must start with 0 and end with {end}, got {:?} and {:?}",
+            offsets.first(),
+            offsets.last()
+        ));
+    }
+    match offsets.windows(2).position(|pair| pair[0] > pair[1]) {
+        Some(at) => fail(format!("{name}[{}]: {} is below its predecessor {}", at + 1, offsets[at + 1], offsets[at])),
+        None => Ok(()),
+    }
+}
+
+fn check_finite(name: &str, values: &[f32], count: usize) -> Result<()> {
+    if values.len() != count {
+        return fail(format!("{name}: {} entries for {count} trajectories", values.len()));
+    }
+    match values.iter().position(|value| !value.is_finite()) {
+        Some(at) => fail(format!("{name}[{at}]: {} is not finite", values[at])),
+        None => Ok(()),
+    }
+}
