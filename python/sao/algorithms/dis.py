@@ -6,8 +6,9 @@
 
 f and A carry no gradient. (Differentiating f as well gives r A (1 + log pi) grad log pi, which vanishes at
 log pi = -1 and has the wrong sign below p = 1/e.) The denominator of the ratio is the log-prob that the rollout engine
-recorded: there is no frozen policy of the start of the step. A token outside the band has weight and gradient 0 whatever
-the sign of A; it is not clamped to the band's edge, and it stays in the denominator, the advantage and the value loss.
+recorded: there is no frozen policy of the start of the step. A token outside the band has weight and gradient 0
+whatever the sign of A; it is not clamped to the band's edge, and it stays in the denominator, the advantage and the
+value loss.
 
 Example: band 0.3/5.0 is (0.7, 6.0). Ratio 0.69 has weight 0, 0.71 has 0.71, 5.99 has 5.99, 6.01 has 0.
 """
@@ -61,10 +62,10 @@ def dis_loss(
 ) -> LossSums:
     """Sum of -f(r) A log pi over action tokens (equation 1, to be minimised), and the counts to divide by.
 
-    logprobs, rollout_logprobs, advantages: float, one shape. mask: bool, true at action tokens (default: all); what the
-    other arrays hold elsewhere is never read. stale: bool, true at action tokens that are too old: no gradient, still in
-    `count`. token_weights: float factor per token, for other means than the token mean. The loss of a step is the sum of
-    all totals divided once by the sum of all counts, over micro-batches and ranks.
+    logprobs, rollout_logprobs, advantages: float, one shape. mask: bool, true at action tokens (default: all); what
+    the other arrays hold elsewhere is never read. stale: bool, true at action tokens that are too old: no gradient,
+    still in `count`. token_weights: float factor per token, for other means than the token mean. The loss of a step is
+    the sum of all totals divided once by the sum of all counts, over micro-batches and ranks.
     """
     mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
     fresh = mask if stale is None else mask & ~stale

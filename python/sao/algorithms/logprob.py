@@ -1,6 +1,6 @@
 """Log-probs of chosen tokens under the distribution they were sampled from.
 
-    log pi(a | s) = z_a / T - log sum_v exp(z_v / T)        z: logits that predict the token, T: its sampling temperature
+    log pi(a | s) = z_a / T - log sum_v exp(z_v / T)      z: logits that predict the token, T: its temperature
 
 Temperature acts on the logits before the softmax: logits [2, 1, 0, -1] at T = 2 give token 0 the log-prob -0.787339.
 """

@@ -1,0 +1,200 @@
+"""From trajectories to micro-batches: flat arrays that are the same on every rank, then this rank's packed rows.
+
+A batch is laid out flat: all segments of all trajectories, one after another. Every token has one flat index; values,
+advantages and targets are arrays over that index, so a micro-batch only needs to know which flat tokens it holds.
+
+A row holds several segments. Position ids restart at 0 in each, and attention is an explicit boolean matrix, causal and
+block-diagonal, so a segment sees itself and nothing else. The log-prob of the token at position k comes from the logits
+at k - 1, and its value is the critic's output at k - 1: the state before the token. k - 1 is in the same segment, since
+a segment never begins with a sampled token.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sao import _core
+from sao.errors import ValidationError
+
+if TYPE_CHECKING:
+    from sao.trajectory import Trajectory
+
+_PADDING = -1  # segment number of positions that hold no token
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """All tokens of a batch, flat (N tokens, S segments, T trajectories); equal on every rank."""
+
+    token_ids: NDArray[np.int32]  # [N]
+    action_mask: NDArray[np.bool_]  # [N]
+    logprobs: NDArray[np.float32]  # [N], of the rollout; NaN at non-actions
+    lags: NDArray[np.int32]  # [N], policy versions behind; -1 at non-actions
+    segment_offsets: NDArray[np.int64]  # [S + 1], into tokens
+    trajectory_offsets: NDArray[np.int64]  # [T + 1], into segments
+    rewards: NDArray[np.float32]  # [T]
+    temperatures: NDArray[np.float32]  # [T]
+    truncated: NDArray[np.bool_]  # [T]
+    turn_rewards: tuple[NDArray[np.int64], NDArray[np.float32]] | None  # flat positions and rewards
+
+    @property
+    def n_trajectories(self) -> int:
+        return len(self.rewards)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens per segment, int64[S]."""
+        return np.diff(self.segment_offsets)
+
+    @property
+    def trajectory_of_token(self) -> NDArray[np.int64]:
+        """Index of the trajectory of each token, int64[N]."""
+        starts = self.segment_offsets[self.trajectory_offsets]
+        return np.repeat(np.arange(self.n_trajectories), np.diff(starts))
+
+    def checksum(self) -> int:
+        """CRC-32 over everything that decides the step, to compare between ranks."""
+        arrays = (self.token_ids, self.action_mask, self.logprobs, self.lags, self.segment_offsets, self.rewards)
+        value = 0
+        for array in arrays:
+            value = zlib.crc32(np.ascontiguousarray(array).view(np.uint8), value)
+        return value
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """R packed rows of L positions, and the n action tokens in them, on the rank's device."""
+
+    token_ids: torch.Tensor  # int64[R, L]
+    position_ids: torch.Tensor  # int64[R, L], restarting at 0 in every segment
+    attention_mask: torch.Tensor  # bool[R, 1, L, L], true where a position may look
+    state_rows: torch.Tensor  # int64[n], row of the state before each action token
+    state_columns: torch.Tensor  # int64[n], its position
+    action_ids: torch.Tensor  # int64[n]
+    rollout_logprobs: torch.Tensor  # float32[n]
+    temperatures: torch.Tensor  # float32[n]
+    lags: torch.Tensor  # int64[n]
+    flat: torch.Tensor  # int64[n], flat index of each action token
+    all_rows: torch.Tensor  # int64[m], row of each of the m tokens
+    all_columns: torch.Tensor  # int64[m]
+    all_flat: torch.Tensor  # int64[m]
+
+
+def flatten(trajectories: Sequence[Trajectory], version: int) -> Batch:
+    """Lays trajectories out flat; `version` is the policy version that the coming update will replace.
+
+    Raises `ValidationError` for an empty batch, a failed trajectory (it has no reward) or a token from a later version.
+    """
+    if not trajectories:
+        raise ValidationError("batch: no trajectories")
+    for trajectory in trajectories:
+        if trajectory.reward is None:
+            raise ValidationError(
+                f"trajectory {trajectory.id.hex()}: failed ({trajectory.termination.reason}): it cannot be trained on"
+            )
+    segments = [segment for trajectory in trajectories for segment in trajectory.segments]
+    lengths = np.array([segment.n_tokens for segment in segments], dtype=np.int64)
+    segment_offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    counts = np.array([len(trajectory.segments) for trajectory in trajectories], dtype=np.int64)
+    trajectory_offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    positions = [
+        (segment_offsets[first + segment] + position, reward)
+        for first, trajectory in zip(trajectory_offsets, trajectories, strict=False)
+        for segment, position, reward in trajectory.turn_rewards
+    ]
+    turn_rewards = None
+    if positions:
+        turn_rewards = (
+            np.array([position for position, _ in positions], dtype=np.int64),
+            np.array([reward for _, reward in positions], dtype=np.float32),
+        )
+    return Batch(
+        token_ids=np.concatenate([segment.token_ids for segment in segments]),
+        action_mask=np.concatenate([segment.action_mask for segment in segments]).astype(np.bool_),
+        logprobs=np.concatenate([segment.logprobs for segment in segments]),
+        lags=np.concatenate([_core.token_lags(s.action_mask, s.version_spans, version) for s in segments]),
+        segment_offsets=segment_offsets,
+        trajectory_offsets=trajectory_offsets,
+        rewards=np.array([trajectory.reward for trajectory in trajectories], dtype=np.float32),
+        temperatures=np.array([trajectory.temperature for trajectory in trajectories], dtype=np.float32),
+        truncated=np.array([trajectory.termination.kind == "truncated" for trajectory in trajectories], dtype=np.bool_),
+        turn_rewards=turn_rewards,
+    )
+
+
+def plan_rows(batch: Batch, ranks: int, row_tokens: int, rows_per_micro_batch: int) -> Any:
+    """The packing plan of a batch (`sao._core.plan`), the same on every rank.
+
+    A dense attention mask costs rows * length^2, so rows are made as short as the longest segment allows and as many
+    more of them go into a micro-batch: `row_tokens * rows_per_micro_batch` tokens stay the bound of a micro-batch.
+    Raises `ValidationError` if a segment is longer than `row_tokens`.
+    """
+    lengths = batch.lengths
+    longest = int(lengths.max())
+    if longest > row_tokens:
+        raise ValidationError(
+            f"segment {int(lengths.argmax())}: {longest} tokens exceed learner.row_tokens = {row_tokens}"
+        )
+    return _core.plan(lengths, ranks, longest, row_tokens * rows_per_micro_batch // longest)
+
+
+def micro_batches(batch: Batch, plan: Any, rank: int, device: torch.device) -> list[MicroBatch]:
+    """Builds this rank's micro-batches; all ranks get the same number.
+
+    A rank without work in a micro-batch gets one row of padding and no action token: it takes part in every collective
+    and adds zero to every sum.
+    """
+    mine = np.asarray(plan.rank) == rank
+    groups = [np.flatnonzero(mine & (np.asarray(plan.micro_batch) == index)) for index in range(plan.n_micro_batches)]
+    temperatures = batch.temperatures[batch.trajectory_of_token]
+    return [_build(batch, plan, segments, temperatures, device) for segments in groups]
+
+
+def _build(
+    batch: Batch, plan: Any, segments: NDArray[np.int64], temperatures: NDArray[np.float32], device: torch.device
+) -> MicroBatch:
+    starts, lengths = batch.segment_offsets[:-1][segments], batch.lengths[segments]
+    rows = np.unique(np.asarray(plan.row)[segments], return_inverse=True)[1]
+    places = np.asarray(plan.position)[segments].astype(np.int64)
+    n_rows = int(rows.max(initial=0)) + 1
+    width = int((places + lengths).max(initial=1))
+    # Index arithmetic over all tokens of the group at once: which flat token goes to which row and column.
+    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    flat = np.repeat(starts, lengths) + within
+    row, column = np.repeat(rows, lengths), np.repeat(places, lengths) + within
+    token_ids = np.zeros((n_rows, width), dtype=np.int64)
+    position_ids = np.zeros((n_rows, width), dtype=np.int64)
+    owner = np.full((n_rows, width), _PADDING, dtype=np.int64)
+    token_ids[row, column] = batch.token_ids[flat]
+    position_ids[row, column] = within
+    owner[row, column] = np.repeat(segments, lengths)
+    action = batch.action_mask[flat]
+    chosen = flat[action]
+
+    def put(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
+
+    owners = put(owner, torch.int64)
+    causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
+    return MicroBatch(
+        token_ids=put(token_ids, torch.int64),
+        position_ids=put(position_ids, torch.int64),
+        attention_mask=((owners[:, :, None] == owners[:, None, :]) & causal)[:, None],
+        state_rows=put(row[action], torch.int64),
+        state_columns=put(column[action] - 1, torch.int64),
+        action_ids=put(batch.token_ids[chosen], torch.int64),
+        rollout_logprobs=put(batch.logprobs[chosen], torch.float32),
+        temperatures=put(temperatures[chosen], torch.float32),
+        lags=put(batch.lags[chosen], torch.int64),
+        flat=put(chosen, torch.int64),
+        all_rows=put(row, torch.int64),
+        all_columns=put(column, torch.int64),
+        all_flat=put(flat, torch.int64),
+    )

@@ -1,0 +1,141 @@
+"""Numbers that a step reports, all true values of the global batch: sums, counts and maxima are added up over
+micro-batches and ranks, and divided once.
+
+| name | meaning |
+| --- | --- |
+| `loss/policy`, `loss/critic_K` | policy loss; value loss of critic pass K (from 1), before that pass's update |
+| `policy/ratio_mean`, `policy/ratio_max` | exp(current - rollout log-prob) over tokens that are not too old |
+| `policy/masked_low`, `policy/masked_high`, `policy/stale` | shares of action tokens: below, above the band; too old |
+| `policy/entropy`, `policy/kl` | nats per token; KL(rollout, current) as mean of r - 1 - log r |
+| `policy/grad_norm`, `policy/lr`, `critic/grad_norm_K`, `critic/lr` | norm of the mean gradient before clipping; rate |
+| `critic/explained_variance` | 1 - Var(target - V) / Var(target), V before this step's passes; absent if undefined |
+| `critic/value_mean` | mean V at action tokens |
+| `logprob_gap/mean`, `logprob_gap/max` | abs(current - rollout) at tokens of lag 0: engine against learner |
+| `advantage/mean`, `advantage/std`, `lambda/mean` | over action tokens; over trajectories |
+| `reward/mean`, `reward/success` | over trajectories; share with reward > 0 |
+| `rollout/tokens`, `rollout/actions`, `rollout/turns`, `rollout/segments` | means per trajectory |
+| `rollout/actions_max`, `lag/mean`, `lag/max` | longest; policy versions behind, over action tokens |
+| `tokens/action`, `tokens/trained`, `tokens/masked` | action tokens of the batch; with, without gradient |
+| `time/CAUSE_s`, `time/idle_share` | seconds by cause; share of the step spent waiting for a batch |
+| `step/skipped`, `step/skipped_total`, `step/version` | 1 if skipped; so far; policy version after the step |
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sao.algorithms.dis import log_ratio
+from sao.learner.batch import Batch
+
+_SUMS = ("tokens", "ratio", "low", "high", "entropy", "kl", "lag0", "gap")
+_MAXIMA = ("ratio", "gap")
+
+
+class Clock:
+    """Seconds by cause."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def of(self, cause: str) -> Iterator[None]:
+        """Adds the time spent in the block to `cause`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[cause] = self.seconds.get(cause, 0.0) + time.perf_counter() - start
+
+
+def describe(batch: Batch) -> dict[str, float]:
+    """What the batch itself says: rewards, lengths, lags. The same on every rank, so nothing is reduced."""
+    mask, owner = batch.action_mask, batch.trajectory_of_token
+    count = batch.n_trajectories
+    actions = np.bincount(owner[mask], minlength=count)
+    starts = mask.copy()
+    starts[1:] &= ~mask[:-1]
+    starts[batch.segment_offsets[:-1]] = mask[batch.segment_offsets[:-1]]
+    lags = batch.lags[mask]
+    numbers = {
+        "reward/mean": batch.rewards.mean(),
+        "reward/success": (batch.rewards > 0).mean(),
+        "rollout/tokens": len(mask) / count,
+        "rollout/actions": actions.mean(),
+        "rollout/actions_max": actions.max(),
+        "rollout/turns": starts.sum() / count,
+        "rollout/segments": len(batch.lengths) / count,
+        "tokens/action": mask.sum(),
+        "lag/mean": lags.mean() if len(lags) else 0.0,
+        "lag/max": lags.max(initial=0),
+    }
+    return {name: float(number) for name, number in numbers.items()}
+
+
+def describe_estimates(
+    batch: Batch, values: NDArray[np.float32], advantages: NDArray[np.float32], lambdas: NDArray[np.float64]
+) -> dict[str, float]:
+    """Values and advantages over all action tokens of the batch; the same on every rank."""
+    mask = batch.action_mask
+    chosen = advantages[mask].astype(np.float64)
+    return {
+        "critic/value_mean": float(values[mask].astype(np.float64).mean()),
+        "advantage/mean": float(chosen.mean()),
+        "advantage/std": float(chosen.std()),
+        "lambda/mean": float(np.nanmean(lambdas)),
+    }
+
+
+class PolicySums:
+    """Adds up what the policy pass sees, micro-batch by micro-batch; `metrics` is for the sum over all ranks."""
+
+    def __init__(self, eps_low: float, eps_high: float, device: torch.device) -> None:
+        self.eps_low, self.eps_high = eps_low, eps_high
+        self.sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
+        self.maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, *, logprobs: Tensor, rollout_logprobs: Tensor, entropies: Tensor, lags: Tensor) -> None:
+        """Adds n action tokens that are not too old; all arguments [n]."""
+        if logprobs.numel() == 0:
+            return
+        log_r = log_ratio(logprobs=logprobs, rollout_logprobs=rollout_logprobs).double()
+        ratio = log_r.exp()
+        gap = (logprobs.double() - rollout_logprobs.double()).abs()[lags == 0]
+        self.sums += torch.stack(
+            [
+                torch.full_like(ratio, 1.0).sum(),
+                ratio.sum(),
+                (ratio <= 1 - self.eps_low).double().sum(),
+                (ratio >= 1 + self.eps_high).double().sum(),
+                entropies.double().sum(),
+                (ratio - 1 - log_r).sum(),
+                torch.full_like(gap, 1.0).sum(),
+                gap.sum(),
+            ]
+        )
+        largest = gap.max() if gap.numel() else torch.zeros_like(ratio.max())
+        self.maxima = torch.maximum(self.maxima, torch.stack([ratio.max(), largest]))
+
+    def metrics(self, n_actions: int) -> dict[str, float]:
+        """Means and shares; `n_actions` counts all action tokens of the global batch, stale ones included."""
+        sums = dict(zip(_SUMS, self.sums.tolist(), strict=True))
+        maxima = dict(zip(_MAXIMA, self.maxima.tolist(), strict=True))
+        tokens, lag0 = max(sums["tokens"], 1.0), max(sums["lag0"], 1.0)
+        return {
+            "policy/ratio_mean": sums["ratio"] / tokens,
+            "policy/ratio_max": maxima["ratio"],
+            "policy/masked_low": sums["low"] / n_actions,
+            "policy/masked_high": sums["high"] / n_actions,
+            "policy/stale": (n_actions - sums["tokens"]) / n_actions,
+            "policy/entropy": sums["entropy"] / tokens,
+            "policy/kl": sums["kl"] / tokens,
+            "logprob_gap/mean": sums["gap"] / lag0,
+            "logprob_gap/max": maxima["gap"],
+        }

@@ -1,0 +1,204 @@
+"""Policy and critic: a causal language model with its head, and the same backbone with a scalar head.
+
+Both read packed rows through an explicit attention mask and compute their head only at the positions asked for.
+Dropout is off: what is scored must be what was sampled. A model that cannot keep packed segments apart is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from sao.errors import ConfigError, WeightsError
+from sao.learner.batch import MicroBatch
+from sao.learner.world import World
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+CRITIC_FILE = "critic.safetensors"
+
+# A token mixer, by the last part of its module name or by its class; norms that are only named after one are not.
+_MIXER_NAME = re.compile(r"(^|_)(attn|attention|mamba|linear_attn|token_mixer|mixer)$")
+_MIXER_CLASS = re.compile(r"(Attention|Attn|Mixer|DeltaNet|ShortConv)(2D|Block)?$")
+
+
+class Policy(nn.Module):
+    """A causal language model that returns logits at chosen positions only."""
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        self.lm = lm.eval()
+        self._chosen: tuple[Tensor, Tensor] | None = None
+        # The head is where positions are chosen, so that whatever a model does to its logits afterwards (scaling,
+        # soft caps) still happens, and nothing of vocabulary size is ever computed for context.
+        lm.get_output_embeddings().register_forward_pre_hook(self._choose)
+
+    def forward(self, batch: MicroBatch, chosen: Tensor | None = None) -> Tensor:
+        """Logits [n, vocabulary] that predict the n action tokens of `batch` (or those where bool[n] `chosen`)."""
+        rows, columns = batch.state_rows, batch.state_columns
+        self._chosen = (rows, columns) if chosen is None else (rows[chosen], columns[chosen])
+        try:
+            output = self.lm(
+                input_ids=batch.token_ids,
+                position_ids=batch.position_ids,
+                attention_mask=batch.attention_mask,
+                use_cache=False,
+            )
+        finally:
+            self._chosen = None
+        return output.logits
+
+    def _choose(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        return None if self._chosen is None else (inputs[0][self._chosen],)
+
+
+class Critic(nn.Module):
+    """The backbone of a language model with a linear scalar head (with bias), zero until it is trained."""
+
+    def __init__(self, backbone: Any) -> None:
+        super().__init__()
+        self.backbone = backbone.eval()
+        first = next(backbone.parameters())
+        self.head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, device=first.device, dtype=first.dtype)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, batch: MicroBatch, rows: Tensor, columns: Tensor) -> Tensor:
+        """Values [m], float32 or better, of the states that end at positions (rows[i], columns[i])."""
+        hidden = self.backbone(
+            input_ids=batch.token_ids,
+            position_ids=batch.position_ids,
+            attention_mask=batch.attention_mask,
+            use_cache=False,
+        ).last_hidden_state
+        values = self.head(hidden[rows, columns]).squeeze(-1)
+        return values if values.dtype == torch.float64 else values.float()
+
+
+def load_policy(path: str | Path, dtype: str, world: World, context_tokens: int) -> Policy:
+    """Loads the model folder as a sharded policy. Raises `ConfigError` if it cannot be loaded or packed."""
+    lm = _load(path, dtype)
+    check_packing(lm, context_tokens, path)
+    return shard(Policy(lm), dtype, world)
+
+
+def load_critic(
+    path: str | Path, critic_path: str | Path | None, frozen: Literal["attention", "none"], dtype: str, world: World
+) -> Critic:
+    """Loads the critic: the policy's model folder with a zero head, or `critic_path`.
+
+    `critic_path` may be another model folder or a checkpoint of a run (then the head comes with it). Raises
+    `ConfigError` or `WeightsError` naming the path.
+    """
+    source = Path(critic_path or path)
+    critic = Critic(_load(source, dtype).base_model)
+    if critic_path is not None and (source / CRITIC_FILE).exists():
+        try:
+            critic.load_state_dict(load_file(source / CRITIC_FILE))
+        except RuntimeError as error:
+            raise WeightsError(f"{source / CRITIC_FILE}: {error}") from error
+    if frozen == "attention" and not freeze_attention(critic.backbone):
+        raise ConfigError(f"learner.critic_frozen: no attention or token-mixer module found in {source}")
+    return shard(critic, dtype, world)
+
+
+def freeze_attention(backbone: nn.Module) -> list[str]:
+    """Stops the gradient of every parameter inside an attention or token-mixer module; returns their names.
+
+    Modules are found by kind: last part of the name (`self_attn`, `linear_attn`, `mamba`, ...) or class
+    (`...Attention`, `...Mixer`, `...DeltaNet`). Embeddings, norms outside, MLPs and experts stay trainable.
+    """
+    frozen = []
+    for name, module in backbone.named_modules():
+        if _MIXER_NAME.search(name.rpartition(".")[2]) or _MIXER_CLASS.search(type(module).__name__):
+            for inner, parameter in module.named_parameters():
+                parameter.requires_grad_(False)
+                frozen.append(f"{name}.{inner}")
+    return sorted(set(frozen))
+
+
+def check_packing(lm: Any, context_tokens: int, path: str | Path) -> None:
+    """Refuses a model in which one packed segment can see another (`ConfigError`): a probe with real weights.
+
+    A sliding window shorter than `context_tokens` is refused too, since the explicit mask would widen it.
+    """
+    text = lm.config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or [])
+    window = getattr(text, "sliding_window", None)
+    slides = "sliding_attention" in kinds or (not kinds and getattr(text, "use_sliding_window", window is not None))
+    if slides and window is not None and window < context_tokens:
+        raise ConfigError(f"model.path: {path}: attention window of {window} tokens is below {context_tokens} in use")
+    vocabulary = text.vocab_size
+    first, second = [t % vocabulary for t in (5, 9, 2, 7)], [t % vocabulary for t in (3, 8, 1, 6, 4)]
+
+    def last(tokens: list[int], starts: list[int]) -> Tensor:
+        owner = torch.tensor([sum(i >= s for s in starts) for i in range(len(tokens))])
+        mask = (owner[:, None] == owner[None, :]) & torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+        positions = torch.tensor([i - max(s for s in starts if s <= i) for i in range(len(tokens))])
+        hidden = lm.base_model(
+            input_ids=torch.tensor([tokens]),
+            position_ids=positions[None],
+            attention_mask=mask[None, None],
+            use_cache=False,
+        ).last_hidden_state
+        return hidden[0, -len(second) :].double()
+
+    with torch.no_grad():
+        alone, packed = last(second, [0]), last(first + second, [0, len(first)])
+        other = last([(t + 1) % vocabulary for t in first] + second, [0, len(first)])
+    tolerance = 1e-4 if lm.dtype in (torch.float32, torch.float64) else 0.1
+    gap = float((alone - packed).abs().max() / alone.abs().max().clamp(min=1e-9))
+    if not torch.equal(packed, other) or not gap < tolerance:
+        raise ConfigError(
+            f"model.path: {path}: {type(lm).__name__} lets packed segments see each other (gap {gap:.1e})"
+        )
+
+
+def shard(model: Any, dtype: str, world: World) -> Any:
+    """Moves a model to the rank's device and shards it with FSDP2: every decoder layer, then the rest.
+
+    Gradients are summed over ranks, not averaged: a step divides once, by its global count. bfloat16 means float32
+    parameters and optimizer state, with bfloat16 in the passes and float32 in the reduction. One rank in float32 or
+    float64 has nothing to shard and is left as it is (`docs/decisions/one-rank.md`).
+    """
+    model.to(world.device)
+    if world.mesh is None or (world.size == 1 and dtype != "bfloat16"):
+        if dtype == "bfloat16":
+            model.to(torch.bfloat16)
+        return model
+    policy = MixedPrecisionPolicy()
+    if dtype == "bfloat16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    layers = [module for module in model.modules() if _is_layer_list(module)]
+    for layer in (layer for group in layers for layer in group):
+        fully_shard(layer, mesh=world.mesh, mp_policy=policy)
+    fully_shard(model, mesh=world.mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def _is_layer_list(module: nn.Module) -> bool:
+    kinds = {type(child).__name__ for child in module.children()} if isinstance(module, nn.ModuleList) else set()
+    return bool(kinds) and all(kind.endswith(("Layer", "Block")) for kind in kinds)
+
+
+def _load(path: str | Path, dtype: str) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    held = torch.float32 if dtype == "bfloat16" else DTYPES[dtype]
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=held, attn_implementation="sdpa", local_files_only=True, use_safetensors=True
+        ).eval()
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"model.path: {path}: cannot be loaded: {error}") from error

@@ -1,0 +1,114 @@
+"""The learner's ranks: who we are, and the few collectives that a step needs beside FSDP's own.
+
+Under torchrun there is a process group, also with one rank; without it (`World.alone()`) every collective is the
+identity, so that a learner can be used in a plain process.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from sao.errors import LearnerError
+
+_ALIGN = 64  # arrays inside a frame stay aligned when frames are sent as one blob
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's view: its number, how many there are, its device and the mesh over which parameters are sharded."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh | None = None
+
+    @classmethod
+    def alone(cls, device: str = "cpu") -> World:
+        """A world of one process without a process group."""
+        return cls(0, 1, torch.device(device))
+
+    @classmethod
+    def join(cls, timeout_s: float) -> World:
+        """Joins the process group that torchrun describes in the environment; NCCL if there are GPUs, gloo otherwise.
+
+        `timeout_s` bounds every collective. Raises `LearnerError` if the environment describes no process group.
+        """
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise LearnerError(f"environment: {', '.join(missing)} not set: start the learner with torchrun")
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
+        if kind == "cuda":
+            torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        mesh = init_device_mesh(kind, (dist.get_world_size(),))
+        return cls(dist.get_rank(), dist.get_world_size(), device, mesh)
+
+    def leave(self) -> None:
+        """Ends the process group, if there is one."""
+        if self.mesh is not None:
+            dist.destroy_process_group()
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, in place, the same bits on every rank."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Maximum over ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor
+
+    def agree(self, what: str, number: int) -> None:
+        """Checks that an unsigned 64-bit number is the same on every rank. Raises `LearnerError` on all if not."""
+        if self.size == 1:
+            return
+        mine = torch.from_numpy(np.array([number], dtype=np.uint64).view(np.int64))
+        all_ranks = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(all_ranks, mine)
+        numbers = [int(other.numpy().view(np.uint64)[0]) for other in all_ranks]
+        if len(set(numbers)) > 1:
+            raise LearnerError(f"{what}: ranks differ: {[f'{value:016x}' for value in numbers]}")
+
+    def share(self, value: Any) -> Any:
+        """Sends a small list of plain integers from rank 0 to all ranks; `value` counts on rank 0 only."""
+        if self.size == 1:
+            return value
+        count = torch.tensor([len(value) if self.rank == 0 else 0])
+        dist.broadcast(count, 0)
+        numbers = torch.tensor(value if self.rank == 0 else [0] * int(count), dtype=torch.int64)
+        dist.broadcast(numbers, 0)
+        return numbers.tolist()
+
+    def share_frames(self, frames: list[Any]) -> list[Any]:
+        """Sends byte frames from rank 0 to all ranks: sizes first, then one blob with every frame aligned to 64 bytes.
+
+        `frames` (objects with the buffer protocol) counts on rank 0 only. Returns the frames as given on rank 0 and as
+        views of the received blob elsewhere; an empty list is sent like any other.
+        """
+        if self.size == 1:
+            return frames
+        sizes = self.share([memoryview(frame).nbytes for frame in frames] if self.rank == 0 else [])
+        starts = np.concatenate([[0], np.cumsum([-(-size // _ALIGN) * _ALIGN for size in sizes])]).astype(int)
+        blob = torch.zeros(int(starts[-1]), dtype=torch.uint8)
+        view: NDArray[np.uint8] = blob.numpy()
+        if self.rank == 0:
+            for frame, start, size in zip(frames, starts, sizes, strict=False):
+                view[start : start + size] = np.frombuffer(frame, dtype=np.uint8)
+        if blob.numel():
+            dist.broadcast(blob, 0)
+        if self.rank == 0:
+            return frames
+        return [memoryview(view[start : start + size]) for start, size in zip(starts, sizes, strict=False)]
