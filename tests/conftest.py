@@ -1,6 +1,24 @@
-"""Settings of the whole suite: property tests are not timed, since a test machine may be shared and slow."""
+"""Settings of the whole suite, and fixtures that several parts share."""
 
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Property tests are not timed, since a test machine may be shared and slow.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder: random Llama (48 tokens, 2 layers, width 64, grouped-query attention), tokenizer, ChatML."""
+    from tiny_model import make_folder
+
+    return make_folder(tmp_path_factory.mktemp("tiny-model"))

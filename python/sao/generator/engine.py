@@ -193,6 +193,11 @@ def _check_spans(who: str, n: int, completion: Completion) -> None:
         raise EngineError(f"no_token_capture: {who}: version_spans end at {at}, there are {n} tokens")
 
 
+def empty_completion(reason: StopReason) -> Completion:
+    """No token: there was no room ("context"), or the request was dropped before it began ("abort")."""
+    return Completion(np.empty(0, np.int32), np.empty(0, np.float32), np.empty((0, 3), np.int64), reason)
+
+
 def spans_of(versions: np.ndarray) -> np.ndarray:
     """Run-length form of one policy version per token: int64[m] -> int64[k, 3] rows (start, stop, version)."""
     versions = np.asarray(versions, dtype=np.int64)
