@@ -2,7 +2,7 @@
 //!
 //! Steps are action tokens only: an observation, however long, lies between two steps and costs one `gamma * lambda`
 //! (SAO, arXiv 2607.07508, Eq. 4-5). `V` at an action token is the value of the prefix before it. Credit crosses
-//! context compactions as [`CrossSegment`] says (CompactionRL, arXiv 2607.05378, Eq. 13-15).
+//! context compactions as [`CrossSegment`] says (`CompactionRL`, arXiv 2607.05378, Eq. 13-15).
 
 use crate::{Error, Result};
 
@@ -10,7 +10,7 @@ use crate::{Error, Result};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CrossSegment {
     /// Every segment ends with the trajectory's reward and bootstrap; its advantages are then multiplied by
-    /// `(gamma * lambda)^N`, `N` action tokens in later segments (CompactionRL Eq. 13-14).
+    /// `(gamma * lambda)^N`, `N` action tokens in later segments (`CompactionRL` Eq. 13-14).
     Paper,
     /// The segments form one chain: the reward comes once, at the last action token of the trajectory, and the value
     /// of the first action token of the next segment follows the last of this one.
@@ -76,8 +76,8 @@ pub struct Batch<'a> {
     pub turn_rewards: (&'a [i64], &'a [f32]),
 }
 
-/// Writes advantages and critic targets of `batch` (0 where the mask is 0) and gives the policy lambda of each
-/// trajectory (NaN: it has no action token and takes no part).
+/// Writes advantages and critic targets of the action tokens of `batch` and gives the policy lambda of each trajectory
+/// (NaN: it has no action token and takes no part). Other tokens of the outputs are left as they are.
 ///
 /// A turn reward belongs to the segment it was earned in and is discounted there like any reward; with
 /// [`CrossSegment::Paper`] it therefore reaches earlier segments not at all and shares the factor of its own.
@@ -98,15 +98,15 @@ pub fn advantages(
     let mut lambdas = vec![0.0; count];
     let threads = threads.clamp(1, count.max(1));
     if threads == 1 {
-        let whole = Share { first: 0, advantages, targets, lambdas: &mut lambdas };
-        run(batch, parameters, &turns, whole)?;
+        let mut whole = Share { first: 0, advantages, targets, lambdas: &mut lambdas };
+        run(batch, parameters, &turns, &mut whole)?;
         return Ok(lambdas);
     }
     let shares = split(batch, threads, advantages, targets, &mut lambdas);
     let turns = &turns;
     std::thread::scope(|scope| {
         let handles: Vec<_> =
-            shares.into_iter().map(|share| scope.spawn(move || run(batch, parameters, turns, share))).collect();
+            shares.into_iter().map(|mut share| scope.spawn(move || run(batch, parameters, turns, &mut share))).collect();
         // Errors are taken in order, so the first wrong trajectory is named however the threads ran.
         handles.into_iter().try_for_each(|handle| match handle.join() {
             Ok(result) => result,
@@ -156,14 +156,12 @@ impl Batch<'_> {
     }
 }
 
-fn run(batch: &Batch<'_>, parameters: &Parameters, turns: &[(usize, f64)], share: Share<'_>) -> Result<()> {
+fn run(batch: &Batch<'_>, parameters: &Parameters, turns: &[(usize, f64)], share: &mut Share<'_>) -> Result<()> {
     let base = batch.token_start(share.first);
     for (index, lambda) in share.lambdas.iter_mut().enumerate() {
         let trajectory = share.first + index;
         let (from, to) = (batch.token_start(trajectory), batch.token_start(trajectory + 1));
         let (advantages, targets) = (&mut share.advantages[from - base..to - base], &mut share.targets[from - base..to - base]);
-        advantages.fill(0.0);
-        targets.fill(0.0);
         let actions = count_actions(&batch.action_mask[from..to]);
         *lambda = parameters.lambda_policy.of(actions);
         if actions > 0 {

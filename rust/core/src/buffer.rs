@@ -360,7 +360,7 @@ impl Buffer {
     /// # Errors
     /// [`Error::Validation`] at once for one that can never fit; [`Error::Full`] by [`Policy::Reject`];
     /// [`Error::Closed`]; what `pace` says. It is not stored then, but room may have been made for it.
-    pub fn put(&self, header: &[u8], payload: &[u8], min_version: i64, pace: &mut impl Pace) -> Result<Vec<Vec<u8>>> {
+    pub fn put(&self, header: &[u8], payload: &[u8], min_version: i64, pace: &mut dyn Pace) -> Result<Vec<Vec<u8>>> {
         let bytes = header.len() + payload.len();
         if min_version < 0 {
             return Err(invalid(format!("min_version: {min_version} is negative")));
@@ -392,7 +392,7 @@ impl Buffer {
     ///
     /// # Errors
     /// [`Error::Validation`] at once for an `n` that can never be there; [`Error::Closed`]; what `pace` says.
-    pub fn take(&self, n: usize, pace: &mut impl Pace) -> Result<Vec<Lease>> {
+    pub fn take(&self, n: usize, pace: &mut dyn Pace) -> Result<Vec<Lease>> {
         self.check_count(n)?;
         let attempt = |state: &mut State| match state.lease(n) {
             Some(items) => Attempt::Done(items),
@@ -431,15 +431,15 @@ impl Buffer {
             return Err(invalid(format!("version: {version} is below the current version {}", state.version)));
         }
         state.version = version;
-        let mut stale = Vec::new();
+        let mut old = Vec::new();
         if let Some(keep_from) = keep_from {
-            let old: Vec<u64> = state.by_version.range(..(keep_from, 0)).map(|&(_, sequence)| sequence).collect();
-            stale.extend(old.into_iter().filter_map(|sequence| state.remove(sequence)));
-            state.drop_count("stale", stale.len());
+            let sequences: Vec<u64> = state.by_version.range(..(keep_from, 0)).map(|&(_, sequence)| sequence).collect();
+            old.extend(sequences.into_iter().filter_map(|sequence| state.remove(sequence)));
+            state.drop_count("stale", old.len());
             state.wake();
         }
         drop(state);
-        Ok(stale.iter().map(|item| item.header().to_vec()).collect())
+        Ok(old.iter().map(|item| item.header().to_vec()).collect())
     }
 
     /// Ends the buffer: everybody who waits gets [`Error::Closed`], what is ready is freed (reason `closed`). Leases and
@@ -508,7 +508,7 @@ impl Buffer {
         &self,
         side: Side,
         need: usize,
-        pace: &mut impl Pace,
+        pace: &mut dyn Pace,
         evicted: &mut Vec<Vec<u8>>,
         mut attempt: impl FnMut(&mut State) -> Attempt<T>,
     ) -> Result<T> {

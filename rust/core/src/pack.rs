@@ -89,15 +89,12 @@ fn best_fit_decreasing(lengths: &[i64], capacity: i64) -> (Vec<u32>, usize) {
     let mut bins = 0u32;
     for item in longest_first(lengths) {
         let length = lengths[item as usize];
-        let (room, bin) = match open.range((length, 0)..).next().copied() {
-            Some(entry) => {
-                open.remove(&entry);
-                entry
-            }
-            None => {
-                bins += 1;
-                (capacity, bins - 1)
-            }
+        let (room, bin) = if let Some(entry) = open.range((length, 0)..).next().copied() {
+            open.remove(&entry);
+            entry
+        } else {
+            bins += 1;
+            (capacity, bins - 1)
         };
         open.insert((room - length, bin));
         bin_of[item as usize] = bin;
@@ -255,9 +252,13 @@ fn hash(lengths: &[i64], layout: &Layout, plan: &Plan) -> u64 {
     feed(layout.row_tokens as u64);
     feed(layout.rows_per_micro_batch as u64);
     feed(plan.n_micro_batches as u64);
-    lengths.iter().for_each(|&length| feed(length as u64));
+    for &length in lengths {
+        feed(length as u64);
+    }
     for column in [&plan.rank, &plan.micro_batch, &plan.row, &plan.position] {
-        column.iter().for_each(|&value| feed(value as u64));
+        for &value in column {
+            feed(value as u64);
+        }
     }
     state
 }

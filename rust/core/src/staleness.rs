@@ -51,7 +51,7 @@ impl VersionClock {
     ///
     /// # Errors
     /// [`Error::Deadline`] or [`Error::Interrupted`] when `pace` ends the wait first.
-    pub fn wait(&self, version: i64, pace: &mut impl Pace) -> Result<i64> {
+    pub fn wait(&self, version: i64, pace: &mut dyn Pace) -> Result<i64> {
         let mut now = self.lock();
         loop {
             if *now >= version {

@@ -1,7 +1,91 @@
 //! Bindings of `sao_core::advantage`.
+
+use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
+use sao_core::advantage::{self, Batch, CrossSegment, Lambda, Parameters};
+
+use crate::array::{array, mask};
+use crate::error::{guard, validation};
+
+/// Above this many tokens the GIL is released and the trajectories are split over threads.
+const DETACH_TOKENS: usize = 100_000;
+
+type Outputs<'py> = (Bound<'py, PyArray1<f32>>, Bound<'py, PyArray1<f32>>, Bound<'py, PyArray1<f64>>);
+type Turns<'py> = (PyReadonlyArray1<'py, i64>, PyReadonlyArray1<'py, f32>);
+
+#[pyfunction]
+#[pyo3(signature = (
+    values, action_mask, segment_offsets, trajectory_offsets, rewards, *, gamma, lambda_policy, lambda_alpha,
+    lambda_critic, cross_segment="paper", skip_observations=true, bootstrap=None, turn_rewards=None, threads=0
+))]
+#[allow(clippy::too_many_arguments)] // keyword arguments of the Python function
+fn advantages<'py>(
+    values: &Bound<'py, PyAny>,
+    action_mask: &Bound<'py, PyAny>,
+    segment_offsets: &Bound<'py, PyAny>,
+    trajectory_offsets: &Bound<'py, PyAny>,
+    rewards: &Bound<'py, PyAny>,
+    gamma: f64,
+    lambda_policy: Option<f64>,
+    lambda_alpha: f64,
+    lambda_critic: f64,
+    cross_segment: &str,
+    skip_observations: bool,
+    bootstrap: Option<&Bound<'py, PyAny>>,
+    turn_rewards: Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)>,
+    threads: usize,
+) -> PyResult<Outputs<'py>> {
+    let py = values.py();
+    let parameters = Parameters {
+        gamma,
+        lambda_policy: lambda_policy.map_or(Lambda::Adaptive { alpha: lambda_alpha }, Lambda::Fixed),
+        lambda_critic,
+        cross_segment: match cross_segment {
+            "paper" => CrossSegment::Paper,
+            "chained" => CrossSegment::Chained,
+            "none" => CrossSegment::Independent,
+            other => return Err(validation(format!("cross_segment: {other:?} is not paper, chained or none"))),
+        },
+        skip_observations,
+    };
+    let values = array::<f32>("values", values)?;
+    let action_mask = mask("action_mask", action_mask)?;
+    let segment_offsets = array::<i64>("segment_offsets", segment_offsets)?;
+    let trajectory_offsets = array::<i64>("trajectory_offsets", trajectory_offsets)?;
+    let rewards = array::<f32>("rewards", rewards)?;
+    let bootstrap = bootstrap.map(|values| array::<f32>("bootstrap", values)).transpose()?;
+    let turns: Option<Turns<'py>> = match &turn_rewards {
+        Some((at, of)) => Some((array("turn_rewards[0]", at)?, array("turn_rewards[1]", of)?)),
+        None => None,
+    };
+    let batch = Batch {
+        values: values.as_slice()?,
+        action_mask: action_mask.as_slice()?,
+        segment_offsets: segment_offsets.as_slice()?,
+        trajectory_offsets: trajectory_offsets.as_slice()?,
+        rewards: rewards.as_slice()?,
+        bootstrap: bootstrap.as_ref().map(|values| values.as_slice()).transpose()?,
+        turn_rewards: match &turns {
+            Some((at, of)) => (at.as_slice()?, of.as_slice()?),
+            None => (&[], &[]),
+        },
+    };
+    let tokens = batch.values.len();
+    let threads = match threads {
+        0 if tokens > DETACH_TOKENS => std::thread::available_parallelism().map_or(1, usize::from).min(tokens / DETACH_TOKENS),
+        0 => 1,
+        asked => asked,
+    };
+    let compute = || {
+        let (mut out, mut targets) = (vec![0.0f32; tokens], vec![0.0f32; tokens]);
+        let lambdas = guard(|| advantage::advantages(&batch, &parameters, threads, &mut out, &mut targets))?;
+        Ok::<_, PyErr>((out, targets, lambdas))
+    };
+    let (out, targets, lambdas) = if tokens > DETACH_TOKENS { py.detach(compute)? } else { compute()? };
+    Ok((out.into_pyarray(py), targets.into_pyarray(py), lambdas.into_pyarray(py)))
+}
 
 /// Adds this topic to the module.
-pub fn register(_m: &Bound<'_, PyModule>) -> PyResult<()> {
-    Ok(())
+pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_function(wrap_pyfunction!(advantages, m)?)
 }

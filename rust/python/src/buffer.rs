@@ -1,7 +1,247 @@
 //! Bindings of `sao_core::buffer`.
+
+use std::ffi::c_int;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pyo3::buffer::PyBuffer;
+use pyo3::exceptions::PyTypeError;
+use pyo3::ffi;
 use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyList};
+use sao_core::buffer::{self, Item, Limits};
+
+use crate::error::{to_py, validation};
+use crate::pace::blocking;
+
+/// A bounded buffer of encoded trajectories.
+#[pyclass(frozen, module = "sao._core")]
+struct Buffer {
+    buffer: buffer::Buffer,
+    policy: buffer::Policy,
+}
+
+#[pymethods]
+impl Buffer {
+    #[new]
+    #[pyo3(signature = (max_trajectories, max_bytes, policy="block"))]
+    fn new(max_trajectories: i64, max_bytes: i64, policy: &str) -> PyResult<Self> {
+        let size = |name: &str, value: i64| {
+            usize::try_from(value).map_err(|_| validation(format!("{name}: {value} must be at least 1")))
+        };
+        let policy = policy.parse().map_err(to_py)?;
+        let limits = Limits {
+            max_trajectories: size("max_trajectories", max_trajectories)?,
+            max_bytes: size("max_bytes", max_bytes)?,
+            policy,
+        };
+        Ok(Self { buffer: buffer::Buffer::new(limits).map_err(to_py)?, policy })
+    }
+
+    #[pyo3(signature = (header, payload, *, min_version, timeout_s=None))]
+    fn put<'py>(
+        &self,
+        py: Python<'py>,
+        header: &Bound<'py, PyAny>,
+        payload: &Bound<'py, PyAny>,
+        min_version: i64,
+        timeout_s: Option<f64>,
+    ) -> PyResult<Option<Bound<'py, PyDict>>> {
+        let (header, payload) = (Source::new("header", header)?, Source::new("payload", payload)?);
+        let (header, payload) = (header.bytes(), payload.bytes());
+        let dropped = blocking(py, timeout_s, |pace| self.buffer.put(header, payload, min_version, pace))?;
+        if dropped.is_empty() {
+            return Ok(None);
+        }
+        let result = PyDict::new(py);
+        result.set_item("reason", self.policy.name())?;
+        result.set_item("headers", headers(py, &dropped)?)?;
+        Ok(Some(result))
+    }
+
+    #[pyo3(signature = (n, timeout_s=None))]
+    fn take(&self, py: Python<'_>, n: usize, timeout_s: Option<f64>) -> PyResult<Vec<Lease>> {
+        let leases = blocking(py, timeout_s, |pace| self.buffer.take(n, pace))?;
+        Ok(leases.into_iter().map(Lease::new).collect())
+    }
+
+    fn try_take(&self, n: usize) -> PyResult<Vec<Lease>> {
+        let leases = self.buffer.try_take(n).map_err(to_py)?.unwrap_or_default();
+        Ok(leases.into_iter().map(Lease::new).collect())
+    }
+
+    #[pyo3(signature = (version, keep_from=None))]
+    fn advance<'py>(&self, py: Python<'py>, version: i64, keep_from: Option<i64>) -> PyResult<Bound<'py, PyList>> {
+        headers(py, &self.buffer.advance(version, keep_from).map_err(to_py)?)
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = self.buffer.stats();
+        let result = PyDict::new(py);
+        result.set_item("trajectories", stats.ready)?;
+        result.set_item("leased", stats.leased)?;
+        result.set_item("copying", stats.copying)?;
+        result.set_item("bytes", stats.bytes)?;
+        result.set_item("received", stats.received)?;
+        result.set_item("committed", stats.committed)?;
+        result.set_item("dropped", stats.dropped)?;
+        result.set_item("waiting_takes", stats.waiting.0)?;
+        result.set_item("waiting_puts", stats.waiting.1)?;
+        result.set_item("version", stats.version)?;
+        result.set_item("closed", stats.closed)?;
+        Ok(result)
+    }
+
+    fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
+        let show = |entry: buffer::Entry| {
+            let result = PyDict::new(py);
+            result.set_item("sequence", entry.sequence)?;
+            result.set_item("state", if entry.leased { "leased" } else { "ready" })?;
+            result.set_item("bytes", entry.bytes)?;
+            result.set_item("min_version", entry.min_version)?;
+            Ok(result)
+        };
+        self.buffer.snapshot().into_iter().map(show).collect()
+    }
+
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.buffer.close());
+    }
+
+    fn __len__(&self) -> usize {
+        self.buffer.stats().ready
+    }
+}
+
+fn headers<'py>(py: Python<'py>, all: &[Vec<u8>]) -> PyResult<Bound<'py, PyList>> {
+    PyList::new(py, all.iter().map(|header| PyBytes::new(py, header)))
+}
+
+/// Bytes of a Python object that stay where they are while this lives.
+struct Source(PyBuffer<u8>);
+
+impl Source {
+    fn new(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        match PyBuffer::<u8>::get(object) {
+            Ok(buffer) if buffer.is_c_contiguous() => Ok(Self(buffer)),
+            _ => Err(PyTypeError::new_err(format!(
+                "{name}: expected contiguous bytes (format B), got {}",
+                object.get_type().name()?
+            ))),
+        }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        if self.0.len_bytes() == 0 {
+            return &[];
+        }
+        // SAFETY: the exporter keeps this contiguous memory of `len_bytes` bytes valid until the buffer is released,
+        // which happens when `self` is dropped. A caller that writes to it during the call gets some mixture of bytes.
+        unsafe { std::slice::from_raw_parts(self.0.buf_ptr().cast::<u8>(), self.0.len_bytes()) }
+    }
+}
+
+/// One trajectory taken out of the buffer.
+#[pyclass(frozen, module = "sao._core")]
+struct Lease {
+    open: Mutex<Option<buffer::Lease>>,
+    #[pyo3(get)]
+    sequence: u64,
+    #[pyo3(get)]
+    min_version: i64,
+}
+
+impl Lease {
+    fn new(lease: buffer::Lease) -> Self {
+        let (sequence, min_version) = (lease.sequence(), lease.item().map_or(0, |item| item.min_version()));
+        Self { open: Mutex::new(Some(lease)), sequence, min_version }
+    }
+
+    fn view(&self, part: Part) -> PyResult<View> {
+        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        match open.as_ref().and_then(buffer::Lease::item) {
+            Some(item) => Ok(View { item: item.clone(), part }),
+            None => Err(to_py(settled())),
+        }
+    }
+
+    fn settle(&self, how: impl FnOnce(buffer::Lease)) -> PyResult<()> {
+        let lease = self.open.lock().unwrap_or_else(PoisonError::into_inner).take();
+        lease.map(how).ok_or_else(|| to_py(settled()))
+    }
+}
+
+fn settled() -> sao_core::Error {
+    sao_core::Error::Closed("the lease was committed or given back already".into())
+}
+
+#[pymethods]
+impl Lease {
+    #[getter]
+    fn header(&self) -> PyResult<View> {
+        self.view(Part::Header)
+    }
+
+    #[getter]
+    fn payload(&self) -> PyResult<View> {
+        self.view(Part::Payload)
+    }
+
+    fn commit(&self) -> PyResult<()> {
+        self.settle(buffer::Lease::commit)
+    }
+
+    fn give_back(&self) -> PyResult<()> {
+        self.settle(buffer::Lease::give_back)
+    }
+}
+
+enum Part {
+    Header,
+    Payload,
+}
+
+/// Read-only bytes inside the buffer's memory, which stays while a view of it lives.
+#[pyclass(frozen, module = "sao._core")]
+struct View {
+    item: Arc<Item>,
+    part: Part,
+}
+
+impl View {
+    fn bytes(&self) -> &[u8] {
+        match self.part {
+            Part::Header => self.item.header(),
+            Part::Payload => self.item.payload(),
+        }
+    }
+}
+
+#[pymethods]
+impl View {
+    fn __len__(&self) -> usize {
+        self.bytes().len()
+    }
+
+    /// # Safety
+    /// Called by the interpreter with a `Py_buffer` to fill.
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let bytes = slf.get().bytes();
+        // SAFETY: `bytes` is immutable and lives as long as `slf`, of which the filled view holds a reference; the
+        // call refuses writable requests.
+        let filled = unsafe {
+            ffi::PyBuffer_FillInfo(view, slf.as_ptr(), bytes.as_ptr().cast_mut().cast(), bytes.len() as isize, 1, flags)
+        };
+        if filled == 0 {
+            Ok(())
+        } else {
+            Err(PyErr::fetch(slf.py()))
+        }
+    }
+}
 
 /// Adds this topic to the module.
-pub fn register(_m: &Bound<'_, PyModule>) -> PyResult<()> {
-    Ok(())
+pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_class::<Buffer>()?;
+    m.add_class::<Lease>()?;
+    m.add_class::<View>()
 }

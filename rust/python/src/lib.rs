@@ -4,9 +4,11 @@
 use pyo3::prelude::*;
 
 mod advantage;
+mod array;
 mod buffer;
 mod error;
 mod ledger;
+mod pace;
 mod pack;
 mod staleness;
 mod wire;

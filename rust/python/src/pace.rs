@@ -1,0 +1,66 @@
+//! How a blocked call waits under Python: parked without the GIL, with a deadline, noticing signals.
+
+use std::time::{Duration, Instant};
+
+use pyo3::prelude::*;
+use sao_core::wait::{Pace, Stop};
+
+use crate::error::{to_py, validation};
+
+const SIGNAL_CHECK: Duration = Duration::from_millis(100);
+
+struct Deadline {
+    end: Option<Instant>,
+    timeout_s: f64,
+    next_check: Instant,
+    /// What a signal handler raised.
+    raised: Option<PyErr>,
+}
+
+impl Pace for Deadline {
+    fn next(&mut self) -> Result<Duration, Stop> {
+        let now = Instant::now();
+        let left = self.end.map_or(SIGNAL_CHECK, |end| end.saturating_duration_since(now));
+        if left.is_zero() {
+            return Err(Stop::Deadline { waited_s: self.timeout_s });
+        }
+        if now >= self.next_check {
+            self.next_check = now + SIGNAL_CHECK;
+            // `try_attach` fails only when the interpreter shuts down: then nobody waits for the result.
+            match Python::try_attach(|py| py.check_signals()) {
+                Some(Ok(())) => {}
+                Some(Err(error)) => {
+                    self.raised = Some(error);
+                    return Err(Stop::Interrupted);
+                }
+                None => return Err(Stop::Interrupted),
+            }
+        }
+        Ok(left.min(SIGNAL_CHECK))
+    }
+}
+
+/// Runs a blocking core call without the GIL. `timeout_s` of `None` waits without end; 0 does not wait.
+pub fn blocking<T: Send>(
+    py: Python<'_>,
+    timeout_s: Option<f64>,
+    call: impl FnOnce(&mut dyn Pace) -> sao_core::Result<T> + Send,
+) -> PyResult<T> {
+    if let Some(seconds) = timeout_s {
+        if seconds.is_nan() || seconds < 0.0 {
+            return Err(validation(format!("timeout_s: {seconds} must be at least 0")));
+        }
+    }
+    let now = Instant::now();
+    // Beyond what a clock can hold is as good as without end.
+    let end = timeout_s.and_then(|seconds| now.checked_add(Duration::try_from_secs_f64(seconds).ok()?));
+    let mut pace = Deadline { end, timeout_s: timeout_s.unwrap_or(f64::INFINITY), next_check: now, raised: None };
+    let result = py.detach(|| {
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| call(&mut pace)))
+    });
+    match result {
+        Ok(Ok(value)) => Ok(value),
+        Ok(Err(error)) => Err(pace.raised.take().unwrap_or_else(|| to_py(error))),
+        Err(panic) => crate::error::guard(move || std::panic::resume_unwind(panic)),
+    }
+}
