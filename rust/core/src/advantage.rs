@@ -98,20 +98,29 @@ pub fn advantages(
     let mut lambdas = vec![0.0; count];
     let threads = threads.clamp(1, count.max(1));
     if threads == 1 {
-        let mut whole = Share { first: 0, advantages, targets, lambdas: &mut lambdas };
+        let mut whole = Share {
+            first: 0,
+            advantages,
+            targets,
+            lambdas: &mut lambdas,
+        };
         run(batch, parameters, &turns, &mut whole)?;
         return Ok(lambdas);
     }
     let shares = split(batch, threads, advantages, targets, &mut lambdas);
     let turns = &turns;
     std::thread::scope(|scope| {
-        let handles: Vec<_> =
-            shares.into_iter().map(|mut share| scope.spawn(move || run(batch, parameters, turns, &mut share))).collect();
+        let handles: Vec<_> = shares
+            .into_iter()
+            .map(|mut share| scope.spawn(move || run(batch, parameters, turns, &mut share)))
+            .collect();
         // Errors are taken in order, so the first wrong trajectory is named however the threads ran.
-        handles.into_iter().try_for_each(|handle| match handle.join() {
-            Ok(result) => result,
-            Err(panic) => std::panic::resume_unwind(panic),
-        })
+        handles
+            .into_iter()
+            .try_for_each(|handle| match handle.join() {
+                Ok(result) => result,
+                Err(panic) => std::panic::resume_unwind(panic),
+            })
     })?;
     Ok(lambdas)
 }
@@ -136,7 +145,8 @@ fn split<'a>(
     for part in 1..=threads {
         let goal = tokens * part / threads;
         let mut last = first;
-        while last < batch.rewards.len() && (part == threads || batch.token_start(last + 1) <= goal) {
+        while last < batch.rewards.len() && (part == threads || batch.token_start(last + 1) <= goal)
+        {
             last += 1;
         }
         let to = batch.token_start(last);
@@ -144,7 +154,12 @@ fn split<'a>(
         (a, advantages) = advantages.split_at_mut(to - from);
         (t, targets) = targets.split_at_mut(to - from);
         (l, lambdas) = lambdas.split_at_mut(last - first);
-        shares.push(Share { first, advantages: a, targets: t, lambdas: l });
+        shares.push(Share {
+            first,
+            advantages: a,
+            targets: t,
+            lambdas: l,
+        });
         (first, from) = (last, to);
     }
     shares
@@ -156,12 +171,23 @@ impl Batch<'_> {
     }
 }
 
-fn run(batch: &Batch<'_>, parameters: &Parameters, turns: &[(usize, f64)], share: &mut Share<'_>) -> Result<()> {
+fn run(
+    batch: &Batch<'_>,
+    parameters: &Parameters,
+    turns: &[(usize, f64)],
+    share: &mut Share<'_>,
+) -> Result<()> {
     let base = batch.token_start(share.first);
     for (index, lambda) in share.lambdas.iter_mut().enumerate() {
         let trajectory = share.first + index;
-        let (from, to) = (batch.token_start(trajectory), batch.token_start(trajectory + 1));
-        let (advantages, targets) = (&mut share.advantages[from - base..to - base], &mut share.targets[from - base..to - base]);
+        let (from, to) = (
+            batch.token_start(trajectory),
+            batch.token_start(trajectory + 1),
+        );
+        let (advantages, targets) = (
+            &mut share.advantages[from - base..to - base],
+            &mut share.targets[from - base..to - base],
+        );
         let actions = count_actions(&batch.action_mask[from..to]);
         *lambda = parameters.lambda_policy.of(actions);
         if actions > 0 {
@@ -209,7 +235,9 @@ impl<'a> Walk<'a> {
             skip_observations: parameters.skip_observations,
             cross_segment: parameters.cross_segment,
             reward: f64::from(batch.rewards[trajectory]),
-            bootstrap: batch.bootstrap.map_or(0.0, |values| f64::from(values[trajectory])),
+            bootstrap: batch
+                .bootstrap
+                .map_or(0.0, |values| f64::from(values[trajectory])),
             gamma: parameters.gamma,
             decay: parameters.gamma * lambda,
             critic_decay: parameters.gamma * parameters.lambda_critic,
@@ -231,7 +259,9 @@ impl<'a> Walk<'a> {
             let from = self.batch.segment_offsets[segment] as usize;
             let to = self.batch.segment_offsets[segment + 1] as usize;
             let mask = &self.batch.action_mask[from..to];
-            let Some(last) = mask.iter().rposition(|&action| action != 0) else { continue };
+            let Some(last) = mask.iter().rposition(|&action| action != 0) else {
+                continue;
+            };
             let mut reward = 0.0;
             if !ended || self.cross_segment != CrossSegment::Chained {
                 reward = self.reward;
@@ -245,18 +275,29 @@ impl<'a> Walk<'a> {
             }
             let first_turn = turns.partition_point(|&(token, _)| token < from);
             let last_turn = turns.partition_point(|&(token, _)| token < to);
-            later_actions += self.segment(from, from + last + 1, reward, &turns[first_turn..last_turn])?;
+            later_actions +=
+                self.segment(from, from + last + 1, reward, &turns[first_turn..last_turn])?;
         }
         Ok(())
     }
 
     /// Tokens `[from, to)`, whose last is an action that earns `reward`; gives the number of action tokens.
-    fn segment(&mut self, from: usize, to: usize, mut reward: f64, mut turns: &[(usize, f64)]) -> Result<usize> {
+    fn segment(
+        &mut self,
+        from: usize,
+        to: usize,
+        mut reward: f64,
+        mut turns: &[(usize, f64)],
+    ) -> Result<usize> {
         let mask = self.batch.action_mask;
         let (mut stop, mut actions) = (to, 0);
         while stop > from {
             // [start, stop) is the longest run of action tokens that ends here.
-            let start = from + mask[from..stop].iter().rposition(|&action| action == 0).map_or(0, |at| at + 1);
+            let start = from
+                + mask[from..stop]
+                    .iter()
+                    .rposition(|&action| action == 0)
+                    .map_or(0, |at| at + 1);
             actions += stop - start;
             // A reward enters at the last token of a piece, so the inner loop has none.
             while stop > start {
@@ -267,11 +308,15 @@ impl<'a> Walk<'a> {
                     reward += extra;
                     turns = rest;
                 }
-                let piece = turns.last().map_or(start, |&(token, _)| start.max(token + 1));
+                let piece = turns
+                    .last()
+                    .map_or(start, |&(token, _)| start.max(token + 1));
                 self.piece(piece, stop, reward)?;
                 (reward, stop) = (0.0, piece);
             }
-            let Some(before) = mask[from..start].iter().rposition(|&action| action != 0) else { break };
+            let Some(before) = mask[from..start].iter().rposition(|&action| action != 0) else {
+                break;
+            };
             let before = from + before + 1;
             if !self.skip_observations {
                 self.observations(before, start)?;
@@ -284,10 +329,16 @@ impl<'a> Walk<'a> {
     fn finite(&self, from: usize, to: usize) -> Result<()> {
         // Folded without a branch so that it runs at memory speed.
         let values = &self.batch.values[from..to];
-        if values.iter().fold(true, |finite, value| finite & value.is_finite()) {
+        if values
+            .iter()
+            .fold(true, |finite, value| finite & value.is_finite())
+        {
             return Ok(());
         }
-        let at = values.iter().position(|value| !value.is_finite()).unwrap_or(0);
+        let at = values
+            .iter()
+            .position(|value| !value.is_finite())
+            .unwrap_or(0);
         Err(Error::Validation(format!(
             "values[{}]: {} at a token of trajectory {} is not finite",
             from + at,
@@ -301,9 +352,14 @@ impl<'a> Walk<'a> {
         self.finite(from, to)?;
         let values = &self.batch.values[from..to];
         let range = from - self.start..to - self.start;
-        let (advantages, targets) = (&mut self.advantages[range.clone()], &mut self.targets[range]);
-        let (gamma, decay, critic_decay, factor) = (self.gamma, self.decay, self.critic_decay, self.factor);
-        let (mut next, mut carry, mut critic, mut reward) = (self.next_value, self.carry, self.critic_carry, reward);
+        let (advantages, targets) = (
+            &mut self.advantages[range.clone()],
+            &mut self.targets[range],
+        );
+        let (gamma, decay, critic_decay, factor) =
+            (self.gamma, self.decay, self.critic_decay, self.factor);
+        let (mut next, mut carry, mut critic, mut reward) =
+            (self.next_value, self.carry, self.critic_carry, reward);
         for ((advantage, target), &value) in advantages.iter_mut().zip(targets).zip(values).rev() {
             let value = f64::from(value);
             let delta = reward + gamma * next - value;
@@ -334,19 +390,38 @@ impl<'a> Walk<'a> {
 
 fn count_actions(mask: &[u8]) -> usize {
     // In blocks whose count fits a byte, so that the compiler sums bytes side by side.
-    mask.chunks(255).map(|block| usize::from(block.iter().map(|&action| u8::from(action != 0)).sum::<u8>())).sum()
+    mask.chunks(255)
+        .map(|block| {
+            usize::from(
+                block
+                    .iter()
+                    .map(|&action| u8::from(action != 0))
+                    .sum::<u8>(),
+            )
+        })
+        .sum()
 }
 
 fn sorted_turns(batch: &Batch<'_>) -> Result<Vec<(usize, f64)>> {
     let (positions, rewards) = batch.turn_rewards;
     if positions.len() != rewards.len() {
-        return fail(format!("turn_rewards: {} positions but {} rewards", positions.len(), rewards.len()));
+        return fail(format!(
+            "turn_rewards: {} positions but {} rewards",
+            positions.len(),
+            rewards.len()
+        ));
     }
     let mut turns = Vec::with_capacity(positions.len());
     for (index, (&position, &reward)) in positions.iter().zip(rewards).enumerate() {
         let token = usize::try_from(position).unwrap_or(usize::MAX);
-        if batch.action_mask.get(token).is_none_or(|&action| action == 0) {
-            return fail(format!("turn_rewards[{index}]: position {position} is not an action token"));
+        if batch
+            .action_mask
+            .get(token)
+            .is_none_or(|&action| action == 0)
+        {
+            return fail(format!(
+                "turn_rewards[{index}]: position {position} is not an action token"
+            ));
         }
         if !reward.is_finite() {
             return fail(format!("turn_rewards[{index}]: {reward} is not finite"));
@@ -361,21 +436,39 @@ fn fail<T>(text: String) -> Result<T> {
     Err(Error::Validation(text))
 }
 
-fn check(batch: &Batch<'_>, parameters: &Parameters, advantages: usize, targets: usize) -> Result<()> {
+fn check(
+    batch: &Batch<'_>,
+    parameters: &Parameters,
+    advantages: usize,
+    targets: usize,
+) -> Result<()> {
     let tokens = batch.values.len();
-    for (name, len) in [("action_mask", batch.action_mask.len()), ("advantages", advantages), ("targets", targets)] {
+    for (name, len) in [
+        ("action_mask", batch.action_mask.len()),
+        ("advantages", advantages),
+        ("targets", targets),
+    ] {
         if len != tokens {
             return fail(format!("{name}: {len} entries, but values has {tokens}"));
         }
     }
     check_offsets("segment_offsets", batch.segment_offsets, tokens)?;
-    check_offsets("trajectory_offsets", batch.trajectory_offsets, batch.segment_offsets.len() - 1)?;
+    check_offsets(
+        "trajectory_offsets",
+        batch.trajectory_offsets,
+        batch.segment_offsets.len() - 1,
+    )?;
     let count = batch.trajectory_offsets.len() - 1;
     check_finite("rewards", batch.rewards, count)?;
     if let Some(bootstrap) = batch.bootstrap {
         check_finite("bootstrap", bootstrap, count)?;
     }
-    let Parameters { gamma, lambda_policy, lambda_critic, .. } = *parameters;
+    let Parameters {
+        gamma,
+        lambda_policy,
+        lambda_critic,
+        ..
+    } = *parameters;
     if !(gamma > 0.0 && gamma <= 1.0) {
         return fail(format!("gamma: {gamma} is not in (0, 1]"));
     }
@@ -383,7 +476,9 @@ fn check(batch: &Batch<'_>, parameters: &Parameters, advantages: usize, targets:
         return fail(format!("lambda_critic: {lambda_critic} is not in [0, 1]"));
     }
     match lambda_policy {
-        Lambda::Fixed(lambda) if !(0.0..=1.0).contains(&lambda) => fail(format!("lambda_policy: {lambda} is not in [0, 1]")),
+        Lambda::Fixed(lambda) if !(0.0..=1.0).contains(&lambda) => {
+            fail(format!("lambda_policy: {lambda} is not in [0, 1]"))
+        }
         Lambda::Adaptive { alpha } if !(alpha.is_finite() && alpha > 0.0) => {
             fail(format!("lambda_alpha: {alpha} is not a positive number"))
         }
@@ -400,14 +495,22 @@ fn check_offsets(name: &str, offsets: &[i64], end: usize) -> Result<()> {
         ));
     }
     match offsets.windows(2).position(|pair| pair[0] > pair[1]) {
-        Some(at) => fail(format!("{name}[{}]: {} is below its predecessor {}", at + 1, offsets[at + 1], offsets[at])),
+        Some(at) => fail(format!(
+            "{name}[{}]: {} is below its predecessor {}",
+            at + 1,
+            offsets[at + 1],
+            offsets[at]
+        )),
         None => Ok(()),
     }
 }
 
 fn check_finite(name: &str, values: &[f32], count: usize) -> Result<()> {
     if values.len() != count {
-        return fail(format!("{name}: {} entries for {count} trajectories", values.len()));
+        return fail(format!(
+            "{name}: {} entries for {count} trajectories",
+            values.len()
+        ));
     }
     match values.iter().position(|value| !value.is_finite()) {
         Some(at) => fail(format!("{name}[{at}]: {} is not finite", values[at])),

@@ -39,10 +39,19 @@ impl std::str::FromStr for Policy {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        [Self::Block, Self::Reject, Self::DropOldest, Self::DropStalest]
-            .into_iter()
-            .find(|policy| policy.name() == name)
-            .ok_or_else(|| invalid(format!("policy: {name:?} is not block, reject, drop_oldest or drop_stalest")))
+        [
+            Self::Block,
+            Self::Reject,
+            Self::DropOldest,
+            Self::DropStalest,
+        ]
+        .into_iter()
+        .find(|policy| policy.name() == name)
+        .ok_or_else(|| {
+            invalid(format!(
+                "policy: {name:?} is not block, reject, drop_oldest or drop_stalest"
+            ))
+        })
     }
 }
 
@@ -140,7 +149,8 @@ impl Blob {
         let mut start = data.as_ptr().align_offset(ALIGN).min(ALIGN);
         // Some CPUs copy 10 to 25 times slower with `rep movsb` when the destination lies up to a cache line behind
         // the source, modulo the page. Fresh large allocations on both sides produce just that, so step over it.
-        let distance = (data.as_ptr() as usize + start).wrapping_sub(source.as_ptr() as usize) % PAGE;
+        let distance =
+            (data.as_ptr() as usize + start).wrapping_sub(source.as_ptr() as usize) % PAGE;
         if (1..ALIGN).contains(&distance) {
             start += ALIGN;
         }
@@ -202,7 +212,8 @@ impl State {
     }
 
     fn may_evict(&self) -> bool {
-        matches!(self.limits.policy, Policy::DropOldest | Policy::DropStalest) && !self.ready.is_empty()
+        matches!(self.limits.policy, Policy::DropOldest | Policy::DropStalest)
+            && !self.ready.is_empty()
     }
 
     /// Wakes whoever is next and can go on now.
@@ -220,7 +231,10 @@ impl State {
     }
 
     fn wake_all(&self) {
-        self.takers.iter().chain(&self.putters).for_each(|ticket| ticket.event.notify_all());
+        self.takers
+            .iter()
+            .chain(&self.putters)
+            .for_each(|ticket| ticket.event.notify_all());
     }
 
     fn queue(&mut self, side: Side) -> &mut VecDeque<Arc<Ticket>> {
@@ -269,7 +283,8 @@ impl State {
         while items.len() < n {
             let (sequence, item) = self.ready.pop_first()?;
             self.by_version.remove(&(item.min_version, sequence));
-            self.leased.insert(sequence, (item.charge.bytes, item.min_version));
+            self.leased
+                .insert(sequence, (item.charge.bytes, item.min_version));
             items.push((sequence, item));
         }
         Some(items)
@@ -329,7 +344,10 @@ impl Buffer {
     /// # Errors
     /// [`Error::Validation`] for a limit of 0.
     pub fn new(limits: Limits) -> Result<Self> {
-        for (name, value) in [("max_trajectories", limits.max_trajectories), ("max_bytes", limits.max_bytes)] {
+        for (name, value) in [
+            ("max_trajectories", limits.max_trajectories),
+            ("max_bytes", limits.max_bytes),
+        ] {
             if value == 0 {
                 return Err(invalid(format!("{name}: 0 must be at least 1")));
             }
@@ -350,7 +368,11 @@ impl Buffer {
             takers: VecDeque::new(),
             putters: VecDeque::new(),
         };
-        Ok(Self { shared: Arc::new(Shared { state: Mutex::new(state) }) })
+        Ok(Self {
+            shared: Arc::new(Shared {
+                state: Mutex::new(state),
+            }),
+        })
     }
 
     /// Copies one encoded trajectory in; gives the headers of those that the policy dropped for it.
@@ -360,14 +382,23 @@ impl Buffer {
     /// # Errors
     /// [`Error::Validation`] at once for one that can never fit; [`Error::Full`] by [`Policy::Reject`];
     /// [`Error::Closed`]; what `pace` says. It is not stored then, but room may have been made for it.
-    pub fn put(&self, header: &[u8], payload: &[u8], min_version: i64, pace: &mut dyn Pace) -> Result<Vec<Vec<u8>>> {
+    pub fn put(
+        &self,
+        header: &[u8],
+        payload: &[u8],
+        min_version: i64,
+        pace: &mut dyn Pace,
+    ) -> Result<Vec<Vec<u8>>> {
         let bytes = header.len() + payload.len();
         if min_version < 0 {
             return Err(invalid(format!("min_version: {min_version} is negative")));
         }
         let limits = self.shared.lock().limits;
         if bytes > limits.max_bytes {
-            return Err(invalid(format!("trajectory: {bytes} bytes can never fit into max_bytes = {}", limits.max_bytes)));
+            return Err(invalid(format!(
+                "trajectory: {bytes} bytes can never fit into max_bytes = {}",
+                limits.max_bytes
+            )));
         }
         let mut evicted = Vec::new();
         let attempt = |state: &mut State| {
@@ -378,12 +409,19 @@ impl Buffer {
             }
             match state.evict() {
                 Some(victim) => Attempt::Evicted(victim),
-                None if limits.policy == Policy::Reject => Attempt::Failed(Error::Full(state.no_room(bytes))),
+                None if limits.policy == Policy::Reject => {
+                    Attempt::Failed(Error::Full(state.no_room(bytes)))
+                }
                 None => Attempt::Wait,
             }
         };
         self.enter(Side::Put, bytes, pace, &mut evicted, attempt)?;
-        let slot = Slot { charge: Some(Charge { shared: self.shared.clone(), bytes }) };
+        let slot = Slot {
+            charge: Some(Charge {
+                shared: self.shared.clone(),
+                bytes,
+            }),
+        };
         slot.publish(header, payload, min_version)?;
         Ok(evicted)
     }
@@ -412,7 +450,11 @@ impl Buffer {
         if state.closed {
             return Err(closed());
         }
-        let items = if state.takers.is_empty() { state.lease(n) } else { None };
+        let items = if state.takers.is_empty() {
+            state.lease(n)
+        } else {
+            None
+        };
         drop(state);
         Ok(items.map(|items| self.leases(items)))
     }
@@ -428,13 +470,24 @@ impl Buffer {
             return Err(closed());
         }
         if version < state.version {
-            return Err(invalid(format!("version: {version} is below the current version {}", state.version)));
+            return Err(invalid(format!(
+                "version: {version} is below the current version {}",
+                state.version
+            )));
         }
         state.version = version;
         let mut old = Vec::new();
         if let Some(keep_from) = keep_from {
-            let sequences: Vec<u64> = state.by_version.range(..(keep_from, 0)).map(|&(_, sequence)| sequence).collect();
-            old.extend(sequences.into_iter().filter_map(|sequence| state.remove(sequence)));
+            let sequences: Vec<u64> = state
+                .by_version
+                .range(..(keep_from, 0))
+                .map(|&(_, sequence)| sequence)
+                .collect();
+            old.extend(
+                sequences
+                    .into_iter()
+                    .filter_map(|sequence| state.remove(sequence)),
+            );
             state.drop_count("stale", old.len());
             state.wake();
         }
@@ -484,7 +537,12 @@ impl Buffer {
         let leased = state
             .leased
             .iter()
-            .map(|(&sequence, &(bytes, min_version))| Entry { sequence, leased: true, bytes, min_version });
+            .map(|(&sequence, &(bytes, min_version))| Entry {
+                sequence,
+                leased: true,
+                bytes,
+                min_version,
+            });
         let mut entries: Vec<Entry> = ready.chain(leased).collect();
         entries.sort_by_key(|entry| entry.sequence);
         entries
@@ -493,13 +551,19 @@ impl Buffer {
     fn check_count(&self, n: usize) -> Result<()> {
         let most = self.shared.lock().limits.max_trajectories;
         if n == 0 || n > most {
-            return Err(invalid(format!("n: {n} is not in 1..={most} (max_trajectories)")));
+            return Err(invalid(format!(
+                "n: {n} is not in 1..={most} (max_trajectories)"
+            )));
         }
         Ok(())
     }
 
     fn leases(&self, items: Vec<(u64, Arc<Item>)>) -> Vec<Lease> {
-        let lease = |(sequence, item)| Lease { shared: self.shared.clone(), sequence, item: Some(item) };
+        let lease = |(sequence, item)| Lease {
+            shared: self.shared.clone(),
+            sequence,
+            item: Some(item),
+        };
         items.into_iter().map(lease).collect()
     }
 
@@ -512,7 +576,10 @@ impl Buffer {
         evicted: &mut Vec<Vec<u8>>,
         mut attempt: impl FnMut(&mut State) -> Attempt<T>,
     ) -> Result<T> {
-        let ticket = Arc::new(Ticket { need, event: Condvar::new() });
+        let ticket = Arc::new(Ticket {
+            need,
+            event: Condvar::new(),
+        });
         let mut queued = false;
         let mut pause = None;
         let mut state = self.shared.lock();
@@ -524,7 +591,11 @@ impl Buffer {
                 Some(front) => Arc::ptr_eq(front, &ticket),
                 None => true,
             };
-            let attempted = if first { attempt(&mut state) } else { Attempt::Wait };
+            let attempted = if first {
+                attempt(&mut state)
+            } else {
+                Attempt::Wait
+            };
             match attempted {
                 Attempt::Done(value) => break Ok(value),
                 Attempt::Failed(error) => break Err(error),
@@ -541,7 +612,11 @@ impl Buffer {
                 drop(victim);
                 state = self.shared.lock();
             } else if let Some(pause) = pause.take() {
-                state = ticket.event.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
+                state = ticket
+                    .event
+                    .wait_timeout(state, pause)
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .0;
             } else {
                 // Asked without the lock; whether to park is looked at again afterwards, so no event is missed.
                 drop(state);
@@ -554,7 +629,9 @@ impl Buffer {
             }
         };
         if queued {
-            state.queue(side).retain(|other| !Arc::ptr_eq(other, &ticket));
+            state
+                .queue(side)
+                .retain(|other| !Arc::ptr_eq(other, &ticket));
         }
         state.wake();
         outcome
@@ -588,9 +665,16 @@ struct Slot {
 impl Slot {
     fn publish(mut self, header: &[u8], payload: &[u8], min_version: i64) -> Result<()> {
         let (header, payload) = (Blob::copy(header)?, Blob::copy(payload)?);
-        let Some(charge) = self.charge.take() else { return Ok(()) };
+        let Some(charge) = self.charge.take() else {
+            return Ok(());
+        };
         let shared = charge.shared.clone();
-        let item = Arc::new(Item { header, payload, min_version, charge });
+        let item = Arc::new(Item {
+            header,
+            payload,
+            min_version,
+            charge,
+        });
         let mut state = shared.lock();
         state.copying -= 1;
         if state.closed {

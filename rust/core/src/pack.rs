@@ -53,14 +53,21 @@ fn check(lengths: &[i64], capacity: i64, name: &'static str) -> Result<()> {
         return Err(invalid(format!("{name}: {capacity} must be at least 1")));
     }
     if u32::try_from(lengths.len()).is_err() {
-        return Err(invalid(format!("lengths: {} segments are too many", lengths.len())));
+        return Err(invalid(format!(
+            "lengths: {} segments are too many",
+            lengths.len()
+        )));
     }
     for (index, &length) in lengths.iter().enumerate() {
         if length < 1 {
-            return Err(invalid(format!("lengths[{index}]: {length} is not a positive number of tokens")));
+            return Err(invalid(format!(
+                "lengths[{index}]: {length} is not a positive number of tokens"
+            )));
         }
         if length > capacity {
-            return Err(invalid(format!("lengths[{index}]: {length} tokens do not fit into {name} = {capacity}")));
+            return Err(invalid(format!(
+                "lengths[{index}]: {length} tokens do not fit into {name} = {capacity}"
+            )));
         }
     }
     Ok(())
@@ -149,10 +156,14 @@ pub fn plan(lengths: &[i64], layout: &Layout) -> Result<Plan> {
     check_layout(layout)?;
     check(lengths, layout.row_tokens, "row_tokens")?;
     if lengths.is_empty() {
-        return Err(invalid("lengths: empty; a plan needs at least one segment".into()));
+        return Err(invalid(
+            "lengths: empty; a plan needs at least one segment".into(),
+        ));
     }
     let bins = pack(lengths, layout.row_tokens)?;
-    let row_costs: Vec<f64> = (0..bins.count()).map(|bin| cost_of(bins.bin(bin), lengths, layout)).collect();
+    let row_costs: Vec<f64> = (0..bins.count())
+        .map(|bin| cost_of(bins.bin(bin), lengths, layout))
+        .collect();
     let mut rows: Vec<usize> = (0..bins.count()).collect();
     rows.sort_by(|&a, &b| row_costs[b].total_cmp(&row_costs[a]).then(a.cmp(&b)));
 
@@ -195,7 +206,11 @@ fn least_loaded(step: usize, plan: &Plan, load: &[f64], used: &[usize], layout: 
         if used[rank] == layout.rows_per_micro_batch {
             continue;
         }
-        let key = (plan.costs[rank * plan.n_micro_batches + step], load[rank], rank);
+        let key = (
+            plan.costs[rank * plan.n_micro_batches + step],
+            load[rank],
+            rank,
+        );
         if best.is_none_or(|best| key < best) {
             best = Some(key);
         }
@@ -222,17 +237,26 @@ fn cost_of(items: &[i64], lengths: &[i64], layout: &Layout) -> f64 {
 }
 
 fn check_layout(layout: &Layout) -> Result<()> {
-    let parameter = |name: &str, value: f64, expected: &str| Err(invalid(format!("{name}: {value} must be {expected}")));
+    let parameter = |name: &str, value: f64, expected: &str| {
+        Err(invalid(format!("{name}: {value} must be {expected}")))
+    };
     if layout.ranks < 1 || layout.ranks > 1 << 20 {
         return parameter("ranks", layout.ranks as f64, "in 1..=1048576");
     }
     if layout.rows_per_micro_batch < 1 || layout.rows_per_micro_batch > 1 << 20 {
-        return parameter("rows_per_micro_batch", layout.rows_per_micro_batch as f64, "in 1..=1048576");
+        return parameter(
+            "rows_per_micro_batch",
+            layout.rows_per_micro_batch as f64,
+            "in 1..=1048576",
+        );
     }
     if layout.row_tokens > i64::from(i32::MAX) {
         return parameter("row_tokens", layout.row_tokens as f64, "at most 2147483647");
     }
-    for (name, value) in [("linear_cost", layout.linear_cost), ("quadratic_cost", layout.quadratic_cost)] {
+    for (name, value) in [
+        ("linear_cost", layout.linear_cost),
+        ("quadratic_cost", layout.quadratic_cost),
+    ] {
         if !value.is_finite() || value < 0.0 {
             return parameter(name, value, "finite and not negative");
         }

@@ -21,7 +21,10 @@ impl VersionClock {
         if version < 0 {
             return Err(Error::Validation(format!("version: {version} is negative")));
         }
-        Ok(Self { version: Mutex::new(version), advanced: Condvar::new() })
+        Ok(Self {
+            version: Mutex::new(version),
+            advanced: Condvar::new(),
+        })
     }
 
     fn lock(&self) -> MutexGuard<'_, i64> {
@@ -40,7 +43,10 @@ impl VersionClock {
     pub fn advance(&self, to: i64) -> Result<()> {
         let mut version = self.lock();
         if to <= *version {
-            return Err(Error::Validation(format!("version: {to} does not exceed the current version {}", *version)));
+            return Err(Error::Validation(format!(
+                "version: {to} does not exceed the current version {}",
+                *version
+            )));
         }
         *version = to;
         self.advanced.notify_all();
@@ -58,10 +64,16 @@ impl VersionClock {
                 return Ok(*now);
             }
             drop(now);
-            let pause = pace.next().map_err(|stop| stop.error(&format!("policy version {version}")))?;
+            let pause = pace
+                .next()
+                .map_err(|stop| stop.error(&format!("policy version {version}")))?;
             now = self.lock();
             if *now < version {
-                now = self.advanced.wait_timeout(now, pause).unwrap_or_else(PoisonError::into_inner).0;
+                now = self
+                    .advanced
+                    .wait_timeout(now, pause)
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .0;
             }
         }
     }
@@ -83,7 +95,10 @@ impl Admission {
     /// the weights do not.
     pub fn permits(&self, steps: u64, trained: u64, leased: u64, ready: u64, running: u64) -> u64 {
         let room = (u128::from(self.max_lag) + u128::from(steps) + 1) * u128::from(self.batch);
-        let held = [trained, leased, ready, running].map(u128::from).iter().sum::<u128>();
+        let held = [trained, leased, ready, running]
+            .map(u128::from)
+            .iter()
+            .sum::<u128>();
         u64::try_from(room.saturating_sub(held)).unwrap_or(u64::MAX)
     }
 }
@@ -95,7 +110,11 @@ impl Admission {
 ///
 /// # Errors
 /// [`Error::Validation`] names the span or token that is wrong; a version from the future is an error, never lag -1.
-pub fn token_lags(action_mask: &[u8], spans: &[[i64; 3]], learner_version: i64) -> Result<Vec<i32>> {
+pub fn token_lags(
+    action_mask: &[u8],
+    spans: &[[i64; 3]],
+    learner_version: i64,
+) -> Result<Vec<i32>> {
     let mut lags = vec![-1; action_mask.len()];
     let mut from = 0;
     for (index, &[start, stop, version]) in spans.iter().enumerate() {
@@ -106,7 +125,9 @@ pub fn token_lags(action_mask: &[u8], spans: &[[i64; 3]], learner_version: i64) 
             )));
         }
         if version < 0 {
-            return Err(Error::Validation(format!("version_spans[{index}]: version {version} is negative")));
+            return Err(Error::Validation(format!(
+                "version_spans[{index}]: version {version} is negative"
+            )));
         }
         if version > learner_version {
             return Err(Error::Validation(format!(
@@ -127,7 +148,10 @@ pub fn token_lags(action_mask: &[u8], spans: &[[i64; 3]], learner_version: i64) 
 
 fn uncovered(action_mask: &[u8], from: usize, to: usize) -> Result<()> {
     match action_mask[from..to].iter().position(|&action| action != 0) {
-        Some(at) => Err(Error::Validation(format!("action_mask[{}]: an action token lies in no version span", from + at))),
+        Some(at) => Err(Error::Validation(format!(
+            "action_mask[{}]: an action token lies in no version span",
+            from + at
+        ))),
         None => Ok(()),
     }
 }

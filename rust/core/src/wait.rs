@@ -24,8 +24,12 @@ impl Stop {
     /// The error of a wait for `what`.
     pub fn error(self, what: &str) -> Error {
         match self {
-            Self::Deadline { waited_s } => Error::Deadline(format!("waited {waited_s} s for {what}")),
-            Self::Interrupted => Error::Interrupted(format!("interrupted while waiting for {what}")),
+            Self::Deadline { waited_s } => {
+                Error::Deadline(format!("waited {waited_s} s for {what}"))
+            }
+            Self::Interrupted => {
+                Error::Interrupted(format!("interrupted while waiting for {what}"))
+            }
         }
     }
 }

@@ -10,7 +10,11 @@ use crate::error::{guard, validation};
 /// Above this many tokens the GIL is released and the trajectories are split over threads.
 const DETACH_TOKENS: usize = 100_000;
 
-type Outputs<'py> = (Bound<'py, PyArray1<f32>>, Bound<'py, PyArray1<f32>>, Bound<'py, PyArray1<f64>>);
+type Outputs<'py> = (
+    Bound<'py, PyArray1<f32>>,
+    Bound<'py, PyArray1<f32>>,
+    Bound<'py, PyArray1<f64>>,
+);
 type Turns<'py> = (PyReadonlyArray1<'py, i64>, PyReadonlyArray1<'py, f32>);
 
 #[pyfunction]
@@ -38,13 +42,22 @@ fn advantages<'py>(
     let py = values.py();
     let parameters = Parameters {
         gamma,
-        lambda_policy: lambda_policy.map_or(Lambda::Adaptive { alpha: lambda_alpha }, Lambda::Fixed),
+        lambda_policy: lambda_policy.map_or(
+            Lambda::Adaptive {
+                alpha: lambda_alpha,
+            },
+            Lambda::Fixed,
+        ),
         lambda_critic,
         cross_segment: match cross_segment {
             "paper" => CrossSegment::Paper,
             "chained" => CrossSegment::Chained,
             "none" => CrossSegment::Independent,
-            other => return Err(validation(format!("cross_segment: {other:?} is not paper, chained or none"))),
+            other => {
+                return Err(validation(format!(
+                    "cross_segment: {other:?} is not paper, chained or none"
+                )))
+            }
         },
         skip_observations,
     };
@@ -53,7 +66,9 @@ fn advantages<'py>(
     let segment_offsets = array::<i64>("segment_offsets", segment_offsets)?;
     let trajectory_offsets = array::<i64>("trajectory_offsets", trajectory_offsets)?;
     let rewards = array::<f32>("rewards", rewards)?;
-    let bootstrap = bootstrap.map(|values| array::<f32>("bootstrap", values)).transpose()?;
+    let bootstrap = bootstrap
+        .map(|values| array::<f32>("bootstrap", values))
+        .transpose()?;
     let turns: Option<Turns<'py>> = match &turn_rewards {
         Some((at, of)) => Some((array("turn_rewards[0]", at)?, array("turn_rewards[1]", of)?)),
         None => None,
@@ -64,7 +79,10 @@ fn advantages<'py>(
         segment_offsets: segment_offsets.as_slice()?,
         trajectory_offsets: trajectory_offsets.as_slice()?,
         rewards: rewards.as_slice()?,
-        bootstrap: bootstrap.as_ref().map(|values| values.as_slice()).transpose()?,
+        bootstrap: bootstrap
+            .as_ref()
+            .map(|values| values.as_slice())
+            .transpose()?,
         turn_rewards: match &turns {
             Some((at, of)) => (at.as_slice()?, of.as_slice()?),
             None => (&[], &[]),
@@ -72,17 +90,28 @@ fn advantages<'py>(
     };
     let tokens = batch.values.len();
     let threads = match threads {
-        0 if tokens > DETACH_TOKENS => std::thread::available_parallelism().map_or(1, usize::from).min(tokens / DETACH_TOKENS),
+        0 if tokens > DETACH_TOKENS => std::thread::available_parallelism()
+            .map_or(1, usize::from)
+            .min(tokens / DETACH_TOKENS),
         0 => 1,
         asked => asked,
     };
     let compute = || {
         let (mut out, mut targets) = (vec![0.0f32; tokens], vec![0.0f32; tokens]);
-        let lambdas = guard(|| advantage::advantages(&batch, &parameters, threads, &mut out, &mut targets))?;
+        let lambdas =
+            guard(|| advantage::advantages(&batch, &parameters, threads, &mut out, &mut targets))?;
         Ok::<_, PyErr>((out, targets, lambdas))
     };
-    let (out, targets, lambdas) = if tokens > DETACH_TOKENS { py.detach(compute)? } else { compute()? };
-    Ok((out.into_pyarray(py), targets.into_pyarray(py), lambdas.into_pyarray(py)))
+    let (out, targets, lambdas) = if tokens > DETACH_TOKENS {
+        py.detach(compute)?
+    } else {
+        compute()?
+    };
+    Ok((
+        out.into_pyarray(py),
+        targets.into_pyarray(py),
+        lambdas.into_pyarray(py),
+    ))
 }
 
 /// Adds this topic to the module.

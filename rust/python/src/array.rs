@@ -1,24 +1,40 @@
 //! How arrays come in: one-dimensional, contiguous, of exactly the dtype that is named; anything else is a `TypeError`.
 
-use numpy::{Element, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
+use numpy::{
+    Element, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray,
+    PyUntypedArrayMethods,
+};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
 /// `object` as a contiguous 1-D array of `T`.
-pub fn array<'py, T: Element>(name: &str, object: &Bound<'py, PyAny>) -> PyResult<PyReadonlyArray1<'py, T>> {
+pub fn array<'py, T: Element>(
+    name: &str,
+    object: &Bound<'py, PyAny>,
+) -> PyResult<PyReadonlyArray1<'py, T>> {
     let wanted = numpy::dtype::<T>(object.py());
     let wrong = |got: String| {
-        PyTypeError::new_err(format!("{name}: expected a contiguous 1-D array of {wanted}, got {got}"))
+        PyTypeError::new_err(format!(
+            "{name}: expected a contiguous 1-D array of {wanted}, got {got}"
+        ))
     };
     let Ok(untyped) = object.cast::<PyUntypedArray>() else {
         return Err(wrong(object.get_type().name()?.to_string()));
     };
-    let layout = if untyped.is_c_contiguous() { "contiguous" } else { "strided" };
-    let got = format!("a {layout} {}-D array of {}", untyped.ndim(), untyped.dtype());
+    let layout = if untyped.is_c_contiguous() {
+        "contiguous"
+    } else {
+        "strided"
+    };
+    let got = format!(
+        "a {layout} {}-D array of {}",
+        untyped.ndim(),
+        untyped.dtype()
+    );
     match object.cast::<PyArray1<T>>() {
-        Ok(typed) if typed.is_c_contiguous() && typed.dtype().is_equiv_to(&wanted) => {
-            typed.try_readonly().map_err(|_| wrong("one that is being written to".into()))
-        }
+        Ok(typed) if typed.is_c_contiguous() && typed.dtype().is_equiv_to(&wanted) => typed
+            .try_readonly()
+            .map_err(|_| wrong("one that is being written to".into())),
         _ => Err(wrong(got)),
     }
 }
@@ -26,7 +42,11 @@ pub fn array<'py, T: Element>(name: &str, object: &Bound<'py, PyAny>) -> PyResul
 /// `object` as a mask: `bool` or `uint8`, not 0 is true.
 pub fn mask<'py>(name: &str, object: &Bound<'py, PyAny>) -> PyResult<PyReadonlyArray1<'py, u8>> {
     match object.cast::<PyUntypedArray>() {
-        Ok(untyped) if untyped.dtype().is_equiv_to(&numpy::dtype::<bool>(object.py())) => {
+        Ok(untyped)
+            if untyped
+                .dtype()
+                .is_equiv_to(&numpy::dtype::<bool>(object.py())) =>
+        {
             // A bool array may hold bytes other than 0 and 1; as bytes they are harmless.
             array(name, &object.call_method1("view", ("uint8",))?)
         }

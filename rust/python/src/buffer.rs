@@ -26,7 +26,8 @@ impl Buffer {
     #[pyo3(signature = (max_trajectories, max_bytes, policy="block"))]
     fn new(max_trajectories: i64, max_bytes: i64, policy: &str) -> PyResult<Self> {
         let size = |name: &str, value: i64| {
-            usize::try_from(value).map_err(|_| validation(format!("{name}: {value} must be at least 1")))
+            usize::try_from(value)
+                .map_err(|_| validation(format!("{name}: {value} must be at least 1")))
         };
         let policy = policy.parse().map_err(to_py)?;
         let limits = Limits {
@@ -34,7 +35,10 @@ impl Buffer {
             max_bytes: size("max_bytes", max_bytes)?,
             policy,
         };
-        Ok(Self { buffer: buffer::Buffer::new(limits).map_err(to_py)?, policy })
+        Ok(Self {
+            buffer: buffer::Buffer::new(limits).map_err(to_py)?,
+            policy,
+        })
     }
 
     #[pyo3(signature = (header, payload, *, min_version, timeout_s=None))]
@@ -46,9 +50,14 @@ impl Buffer {
         min_version: i64,
         timeout_s: Option<f64>,
     ) -> PyResult<Option<Bound<'py, PyDict>>> {
-        let (header, payload) = (Source::new("header", header)?, Source::new("payload", payload)?);
+        let (header, payload) = (
+            Source::new("header", header)?,
+            Source::new("payload", payload)?,
+        );
         let (header, payload) = (header.bytes(), payload.bytes());
-        let dropped = blocking(py, timeout_s, |pace| self.buffer.put(header, payload, min_version, pace))?;
+        let dropped = blocking(py, timeout_s, |pace| {
+            self.buffer.put(header, payload, min_version, pace)
+        })?;
         if dropped.is_empty() {
             return Ok(None);
         }
@@ -70,7 +79,12 @@ impl Buffer {
     }
 
     #[pyo3(signature = (version, keep_from=None))]
-    fn advance<'py>(&self, py: Python<'py>, version: i64, keep_from: Option<i64>) -> PyResult<Bound<'py, PyList>> {
+    fn advance<'py>(
+        &self,
+        py: Python<'py>,
+        version: i64,
+        keep_from: Option<i64>,
+    ) -> PyResult<Bound<'py, PyList>> {
         headers(py, &self.buffer.advance(version, keep_from).map_err(to_py)?)
     }
 
@@ -152,20 +166,34 @@ struct Lease {
 
 impl Lease {
     fn new(lease: buffer::Lease) -> Self {
-        let (sequence, min_version) = (lease.sequence(), lease.item().map_or(0, |item| item.min_version()));
-        Self { open: Mutex::new(Some(lease)), sequence, min_version }
+        let (sequence, min_version) = (
+            lease.sequence(),
+            lease.item().map_or(0, |item| item.min_version()),
+        );
+        Self {
+            open: Mutex::new(Some(lease)),
+            sequence,
+            min_version,
+        }
     }
 
     fn view(&self, part: Part) -> PyResult<View> {
         let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         match open.as_ref().and_then(buffer::Lease::item) {
-            Some(item) => Ok(View { item: item.clone(), part }),
+            Some(item) => Ok(View {
+                item: item.clone(),
+                part,
+            }),
             None => Err(to_py(settled())),
         }
     }
 
     fn settle(&self, how: impl FnOnce(buffer::Lease)) -> PyResult<()> {
-        let lease = self.open.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let lease = self
+            .open
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
         lease.map(how).ok_or_else(|| to_py(settled()))
     }
 }
@@ -224,12 +252,23 @@ impl View {
 
     /// # Safety
     /// Called by the interpreter with a `Py_buffer` to fill.
-    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+    unsafe fn __getbuffer__(
+        slf: Bound<'_, Self>,
+        view: *mut ffi::Py_buffer,
+        flags: c_int,
+    ) -> PyResult<()> {
         let bytes = slf.get().bytes();
         // SAFETY: `bytes` is immutable and lives as long as `slf`, of which the filled view holds a reference; the
         // call refuses writable requests.
         let filled = unsafe {
-            ffi::PyBuffer_FillInfo(view, slf.as_ptr(), bytes.as_ptr().cast_mut().cast(), bytes.len() as isize, 1, flags)
+            ffi::PyBuffer_FillInfo(
+                view,
+                slf.as_ptr(),
+                bytes.as_ptr().cast_mut().cast(),
+                bytes.len() as isize,
+                1,
+                flags,
+            )
         };
         if filled == 0 {
             Ok(())

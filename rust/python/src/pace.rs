@@ -20,9 +20,13 @@ struct Deadline {
 impl Pace for Deadline {
     fn next(&mut self) -> Result<Duration, Stop> {
         let now = Instant::now();
-        let left = self.end.map_or(SIGNAL_CHECK, |end| end.saturating_duration_since(now));
+        let left = self
+            .end
+            .map_or(SIGNAL_CHECK, |end| end.saturating_duration_since(now));
         if left.is_zero() {
-            return Err(Stop::Deadline { waited_s: self.timeout_s });
+            return Err(Stop::Deadline {
+                waited_s: self.timeout_s,
+            });
         }
         if now >= self.next_check {
             self.next_check = now + SIGNAL_CHECK;
@@ -48,16 +52,23 @@ pub fn blocking<T: Send>(
 ) -> PyResult<T> {
     if let Some(seconds) = timeout_s {
         if seconds.is_nan() || seconds < 0.0 {
-            return Err(validation(format!("timeout_s: {seconds} must be at least 0")));
+            return Err(validation(format!(
+                "timeout_s: {seconds} must be at least 0"
+            )));
         }
     }
     let now = Instant::now();
     // Beyond what a clock can hold is as good as without end.
-    let end = timeout_s.and_then(|seconds| now.checked_add(Duration::try_from_secs_f64(seconds).ok()?));
-    let mut pace = Deadline { end, timeout_s: timeout_s.unwrap_or(f64::INFINITY), next_check: now, raised: None };
-    let result = py.detach(|| {
-        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| call(&mut pace)))
-    });
+    let end =
+        timeout_s.and_then(|seconds| now.checked_add(Duration::try_from_secs_f64(seconds).ok()?));
+    let mut pace = Deadline {
+        end,
+        timeout_s: timeout_s.unwrap_or(f64::INFINITY),
+        next_check: now,
+        raised: None,
+    };
+    let result =
+        py.detach(|| std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| call(&mut pace))));
     match result {
         Ok(Ok(value)) => Ok(value),
         Ok(Err(error)) => Err(pace.raised.take().unwrap_or_else(|| to_py(error))),

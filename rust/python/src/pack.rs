@@ -10,7 +10,11 @@ use crate::error::{guard, validation};
 /// Above this many segments the GIL is released.
 const DETACH_SEGMENTS: usize = 1000;
 
-fn run<T: Send>(py: Python<'_>, size: usize, call: impl FnOnce() -> sao_core::Result<T> + Send) -> PyResult<T> {
+fn run<T: Send>(
+    py: Python<'_>,
+    size: usize,
+    call: impl FnOnce() -> sao_core::Result<T> + Send,
+) -> PyResult<T> {
     if size > DETACH_SEGMENTS {
         py.detach(|| guard(call))
     } else {
@@ -51,7 +55,10 @@ struct Plan {
 #[pymethods]
 impl Plan {
     fn __repr__(&self) -> String {
-        format!("Plan(n_micro_batches={}, hash={:#018x})", self.n_micro_batches, self.hash)
+        format!(
+            "Plan(n_micro_batches={}, hash={:#018x})",
+            self.n_micro_batches, self.hash
+        )
     }
 }
 
@@ -69,7 +76,8 @@ fn plan(
     let lengths = array::<i64>("lengths", lengths)?;
     let lengths = lengths.as_slice()?;
     let size = |name: &str, value: i64| {
-        usize::try_from(value).map_err(|_| validation(format!("{name}: {value} must be at least 1")))
+        usize::try_from(value)
+            .map_err(|_| validation(format!("{name}: {value} must be at least 1")))
     };
     let layout = pack::Layout {
         ranks: size("ranks", ranks)?,
@@ -79,7 +87,10 @@ fn plan(
         quadratic_cost,
     };
     let plan = run(py, lengths.len(), || pack::plan(lengths, &layout))?;
-    let costs = plan.costs.into_pyarray(py).reshape([layout.ranks, plan.n_micro_batches])?;
+    let costs = plan
+        .costs
+        .into_pyarray(py)
+        .reshape([layout.ranks, plan.n_micro_batches])?;
     Ok(Plan {
         rank: plan.rank.into_pyarray(py).unbind(),
         micro_batch: plan.micro_batch.into_pyarray(py).unbind(),

@@ -20,7 +20,9 @@ impl VersionClock {
     #[new]
     #[pyo3(signature = (version=0))]
     fn new(version: i64) -> PyResult<Self> {
-        Ok(Self { clock: staleness::VersionClock::new(version).map_err(to_py)? })
+        Ok(Self {
+            clock: staleness::VersionClock::new(version).map_err(to_py)?,
+        })
     }
 
     #[getter]
@@ -51,7 +53,9 @@ struct Admission {
 fn count(name: &str, value: i64, least: i64) -> PyResult<u64> {
     match u64::try_from(value) {
         Ok(count) if value >= least => Ok(count),
-        _ => Err(validation(format!("{name}: {value} must be at least {least}"))),
+        _ => Err(validation(format!(
+            "{name}: {value} must be at least {least}"
+        ))),
     }
 }
 
@@ -59,11 +63,21 @@ fn count(name: &str, value: i64, least: i64) -> PyResult<u64> {
 impl Admission {
     #[new]
     fn new(max_lag: i64, batch: i64) -> PyResult<Self> {
-        let admission = staleness::Admission { max_lag: count("max_lag", max_lag, 0)?, batch: count("batch", batch, 1)? };
+        let admission = staleness::Admission {
+            max_lag: count("max_lag", max_lag, 0)?,
+            batch: count("batch", batch, 1)?,
+        };
         Ok(Self { admission })
     }
 
-    fn permits(&self, steps: i64, trained: i64, leased: i64, ready: i64, running: i64) -> PyResult<u64> {
+    fn permits(
+        &self,
+        steps: i64,
+        trained: i64,
+        leased: i64,
+        ready: i64,
+        running: i64,
+    ) -> PyResult<u64> {
         Ok(self.admission.permits(
             count("steps", steps, 0)?,
             count("trained", trained, 0)?,
@@ -74,7 +88,10 @@ impl Admission {
     }
 
     fn __repr__(&self) -> String {
-        format!("Admission(max_lag={}, batch={})", self.admission.max_lag, self.admission.batch)
+        format!(
+            "Admission(max_lag={}, batch={})",
+            self.admission.max_lag, self.admission.batch
+        )
     }
 }
 
@@ -91,10 +108,18 @@ fn token_lags<'py>(
         ))
     })?;
     if spans.shape()[1] != 3 {
-        return Err(validation(format!("version_spans: shape {:?} must be [k, 3]", spans.shape())));
+        return Err(validation(format!(
+            "version_spans: shape {:?} must be [k, 3]",
+            spans.shape()
+        )));
     }
     let spans = spans.readonly();
-    let rows: Vec<[i64; 3]> = spans.as_array().rows().into_iter().map(|row| [row[0], row[1], row[2]]).collect();
+    let rows: Vec<[i64; 3]> = spans
+        .as_array()
+        .rows()
+        .into_iter()
+        .map(|row| [row[0], row[1], row[2]])
+        .collect();
     let mask = mask("action_mask", action_mask)?;
     let mask = mask.as_slice()?;
     let lags = guard(|| staleness::token_lags(mask, &rows, learner_version))?;
