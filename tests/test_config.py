@@ -81,7 +81,7 @@ def test_each_kind_of_fault_is_named(tmp_path, text, expected):
 
 def test_required_fields_are_named(tmp_path):
     found = faults(tmp_path, "[model]\n")
-    assert [line.split(":")[0] for line in found] == ["model.path", "env"]
+    assert [line.split(":")[0] for line in found] == ["model.path", "env.name"]
 
 
 def test_all_faults_are_listed_at_once_also_those_that_compare_fields(tmp_path):
@@ -102,8 +102,8 @@ def test_all_faults_are_listed_at_once_also_those_that_compare_fields(tmp_path):
         "run.steps",
         "sampling.top_p",
         "learner.critic-lr",
-        "model",
-        "env",
+        "model.path",
+        "env.name",
         "transport.bind",
         "transport.peer_timeout_s",
         "sampling.max_response_tokens",

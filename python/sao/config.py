@@ -201,7 +201,7 @@ class TransportSection(Section):
 class TelemetrySection(Section):
     """What is written and shown."""
 
-    tensorboard: bool = Field(True, description="TensorBoard files, where tensorboardX is installed (extra `tracking`)")
+    tensorboard: bool = Field(True, description="TensorBoard files, where tensorboard is installed (extra `tracking`)")
     wandb: bool = Field(False, description="Weights & Biases; needs the package wandb")
     live: bool = Field(True, description="live view when the output is a terminal")
     plot: bool = Field(True, description="curves.png at the end, where matplotlib is installed (extra `tracking`)")

@@ -53,6 +53,8 @@ def _describe(model: type[BaseModel], error: ValidationError) -> tuple[dict[str,
         if item["type"] == "extra_forbidden":
             message = f"unknown key{_suggestion(model, location)}"
         elif item["type"] == "missing":
+            if len(location) == 1:  # a whole section: the next pass names the fields in it that are required
+                continue
             message = f"required, not given{about}"
         elif where in faults:  # the other member of a union
             before, got, after = faults[where].partition(" (got ")

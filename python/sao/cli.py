@@ -1,0 +1,110 @@
+"""The command line: `sao train`, `sao eval`, `sao doctor`.
+
+Exit codes: 0 done, 1 failed, 2 configuration or usage, 130 interrupted. Nothing heavy is imported before it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sao.errors import ConfigError, Error
+
+app = typer.Typer(
+    name="sao",
+    help="Asynchronous reinforcement learning for language-model agents.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="the run's configuration", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="overrides, values in TOML syntax", show_default=False),
+]
+
+
+@app.command()
+def train(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="check all, print the resolved configuration and the commands, start nothing"),
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the run folder of this name")] = False,
+) -> None:
+    """Train: start broker, generators and learner on this machine, and end them all when the run is over."""
+    from sao import config
+    from sao.runtime import train as runtime
+
+    with _faults():
+        resolved = config.load(run_file, overrides or [])
+        if dry_run:
+            typer.echo(runtime.describe(resolved, overwrite=overwrite))
+            return
+        raise typer.Exit(runtime.train(resolved, overwrite=overwrite))
+
+
+@app.command(name="eval")
+def evaluate(
+    model_folder: Annotated[
+        Path, typer.Argument(metavar="MODEL_FOLDER", help="the model to measure", show_default=False)
+    ],
+    run_file: RunFile,
+    overrides: Overrides = None,
+) -> None:
+    """Measure a model folder: held-out success in the run's environment, in this process."""
+    from sao import config
+    from sao.runtime import evaluate as runtime
+
+    with _faults():
+        resolved = config.load(run_file, [*(overrides or []), f"model.path={str(model_folder)!r}"])
+        typer.echo(runtime.evaluate(resolved))
+
+
+@app.command()
+def doctor() -> None:
+    """Show what this installation has and lacks, and remove what killed runs left behind."""
+    from sao.runtime import doctor as runtime
+
+    raise typer.Exit(0 if runtime.show() else 1)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+    if version:
+        from importlib.metadata import version as installed
+
+        typer.echo(f"sao {installed('sao')}")
+        raise typer.Exit
+
+
+@contextmanager
+def _faults() -> Iterator[None]:
+    """Errors that a user can mend are shown without a traceback."""
+    try:
+        yield
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            typer.secho(f"error: {line}", fg="red", err=True)
+        raise typer.Exit(2) from None
+    except Error as error:
+        typer.secho(f"error: {type(error).__name__}: {error}", fg="red", err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

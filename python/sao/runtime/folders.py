@@ -1,0 +1,123 @@
+"""The folders of a run: its own, and two private ones outside it (sockets, weights in shared memory) that never stay.
+
+Both private folders are called `sao-...`, have mode 0700 and hold a file `owner` (process id and start time). A run
+removes its own; what a killed run left is found by `stale` and removed by the next `sao train` or `sao doctor`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from sao.errors import ConfigError
+from sao.transport.sockets import private_folder
+
+PREFIX = "sao-"
+OWNER = "owner"
+SHARED_MEMORY = Path("/dev/shm")
+SOCKETS = Path("/tmp")  # not TMPDIR: a socket's path may have 107 bytes at most
+
+
+@dataclass(frozen=True)
+class Private:
+    """The private folders of a run."""
+
+    sockets: Path
+    weights: Path
+
+    def remove(self) -> None:
+        """Removes both with all that is in them."""
+        for folder in (self.sockets, self.weights):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_private(run_folder: Path) -> Private:
+    """Makes the private folders; weights go to the run folder where there is no shared memory."""
+    weights_base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else run_folder
+    sockets_base = SOCKETS if os.access(SOCKETS, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+    folders = [private_folder(PREFIX, str(base)) for base in (sockets_base, weights_base)]
+    for folder in folders:
+        _own(folder)
+    return Private(*folders)
+
+
+def make_run_folder(folder: Path, *, overwrite: bool) -> None:
+    """Makes the run folder. Raises `ConfigError` if it exists, is not empty and may not be emptied.
+
+    Only a folder that holds a run (its config.json) is ever emptied.
+    """
+    fault = run_folder_fault(folder, overwrite=overwrite)
+    if fault:
+        raise ConfigError(fault)
+    if folder.exists():
+        shutil.rmtree(folder)
+    (folder / "logs").mkdir(parents=True)
+    _own(folder)
+
+
+def run_folder_fault(folder: Path, *, overwrite: bool) -> str | None:
+    """Why `folder` cannot become the folder of a new run, or None. Touches nothing."""
+    if not folder.exists():
+        return None
+    if not folder.is_dir():
+        return f"run.name: {folder} exists and is not a folder"
+    if not any(folder.iterdir()):
+        return None
+    if pid := _owner(folder):
+        return f"run.name: {folder} is in use by process {pid}"
+    if not overwrite:
+        return f"run.name: {folder} exists; choose another run.name or pass --overwrite"
+    if not (folder / "config.json").is_file():
+        return f"run.name: {folder} holds no run (no config.json), so it is not overwritten"
+    return None
+
+
+def disown(folder: Path) -> None:
+    """Removes the owner file: the run in this folder is over."""
+    (folder / OWNER).unlink(missing_ok=True)
+
+
+def stale() -> list[Path]:
+    """Private folders of this user whose owner is dead. A folder without an owner file is not ours to judge."""
+    found = []
+    for base in (SHARED_MEMORY, SOCKETS):
+        for folder in sorted(base.glob(f"{PREFIX}*")) if base.is_dir() else []:
+            try:
+                status = folder.lstat()
+                ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+                if ours and _owner(folder) == 0:
+                    found.append(folder)
+            except FileNotFoundError:  # another process was faster
+                continue
+    return found
+
+
+def remove_stale() -> list[Path]:
+    """Removes what `stale` finds and returns it."""
+    found = stale()
+    for folder in found:
+        shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def _own(folder: Path) -> None:
+    (folder / OWNER).write_text(json.dumps({"pid": os.getpid(), "started_s": psutil.Process().create_time()}))
+
+
+def _owner(folder: Path) -> int | None:
+    """Process id of the living owner, 0 of a dead one, None where there is no readable owner file."""
+    try:
+        owner = json.loads((folder / OWNER).read_text())
+        process = psutil.Process(int(owner["pid"]))
+        return process.pid if abs(process.create_time() - float(owner["started_s"])) < 1.0 else 0
+    except psutil.NoSuchProcess:
+        return 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,90 @@
+"""The commands of a run: which processes are started, with which arguments and thread counts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from sao.config import Config
+from sao.runtime.processes import Command
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the actors of a run find each other and their files."""
+
+    run_folder: Path
+    weights_folder: Path
+    store: Path
+    endpoint: str
+
+    @classmethod
+    def of(cls, config: Config, sockets_folder: Path, weights_folder: Path) -> Places:
+        """The places of a run whose private folders are given."""
+        endpoint = f"ipc://{sockets_folder / 'broker'}" if config.transport.bind == "ipc" else config.transport.bind
+        return cls(config.folder.resolve(), weights_folder, sockets_folder / "ranks", endpoint)
+
+    def arguments(self) -> tuple[str, ...]:
+        """The flags that every actor takes."""
+        return ("--run-folder", str(self.run_folder), "--endpoint", self.endpoint)
+
+
+def broker(config: Config, places: Places) -> Command:
+    """The broker."""
+    return Command("broker", "broker", _module("sao.broker", places), _environment(1))
+
+
+def generator(config: Config, places: Places, index: int, incarnation: int) -> Command:
+    """Generator number `index`; `incarnation` counts its starts, from 0."""
+    name = f"g{index}"
+    argv = (*_module("sao.generator", places), "--name", name, "--incarnation", str(incarnation))
+    return Command("generator", name, argv, _environment(config.generator.threads))
+
+
+def learner(config: Config, places: Places, rank: int) -> Command:
+    """One rank of the learner. The variables are those of torchrun, but ranks meet at a file in the private folder.
+
+    torchrun's own store listens on every network interface; a file does not (`docs/decisions/learner-launch.md`).
+    """
+    ranks = config.learner.ranks
+    name = "learner" if ranks == 1 else f"learner-{rank}"
+    argv = (
+        *_module("sao.learner", places),
+        *("--weights-folder", str(places.weights_folder), "--store", str(places.store)),
+    )
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    environment = (
+        _environment(config.learner.threads) | {key: str(value) for key, value in variables.items()} | loopback
+    )
+    return Command("learner", name, argv, environment)
+
+
+def everything(config: Config, places: Places) -> list[Command]:
+    """All commands in the order in which they are started."""
+    generators = [generator(config, places, index, 0) for index in range(config.generator.count)]
+    ranks = [learner(config, places, rank) for rank in range(config.learner.ranks)]
+    return [broker(config, places), *ranks, *generators]
+
+
+def threads(config: Config) -> int:
+    """CPU threads that the actors may use in all."""
+    return config.generator.count * config.generator.threads + config.learner.ranks * config.learner.threads
+
+
+def available_cpus() -> int:
+    """CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _module(module: str, places: Places) -> tuple[str, ...]:
+    return (sys.executable, "-m", module, *places.arguments())
+
+
+def _environment(threads: int) -> dict[str, str]:
+    counts = {name: str(threads) for name in THREAD_VARIABLES}
+    return counts | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}

@@ -1,0 +1,103 @@
+"""What can be known to be wrong before anything is started: files, names, packages. Nothing is created."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+from sao.config import Config
+from sao.envs import registry
+from sao.errors import ConfigError, EnvironmentFailure
+from sao.runtime import folders, launch
+
+ENGINE_PACKAGES = {
+    "torch": ("train", ("torch", "transformers", "safetensors")),
+    "vllm": ("vllm", ("torch", "transformers", "safetensors", "vllm")),
+    "scripted": ("train", ("torch", "transformers", "safetensors")),
+}
+
+
+def check(config: Config, *, overwrite: bool = False) -> list[str]:
+    """Raises `ConfigError` that lists all faults; returns warnings, things that work but are probably not meant."""
+    faults = [
+        *packages(config),
+        *model_folder("model.path", Path(config.model.path)),
+        *(model_folder("learner.critic_path", Path(config.learner.critic_path)) if config.learner.critic_path else []),
+        *environment(config),
+    ]
+    if fault := folders.run_folder_fault(config.folder, overwrite=overwrite):
+        faults.append(fault)
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return _warnings(config)
+
+
+def packages(config: Config) -> list[str]:
+    """Packages that the configuration needs and that are not installed, with the extra that brings them."""
+    extra, needed = ENGINE_PACKAGES[config.generator.engine]
+    absent = [name for name in needed if importlib.util.find_spec(name) is None]
+    faults = []
+    if absent:
+        faults.append(
+            f"generator.engine: {config.generator.engine!r} needs {', '.join(absent)}, not installed; "
+            f"install the extra: pip install 'sao[{extra}]'"
+        )
+    if config.telemetry.wandb and importlib.util.find_spec("wandb") is None:
+        faults.append("telemetry.wandb: needs wandb, not installed; pip install wandb")
+    return faults
+
+
+def model_folder(field: str, folder: Path, *, tokenizer: bool | None = None) -> list[str]:
+    """What a model folder lacks. The tokenizer and chat template are looked for unless the folder is a critic's."""
+    if not folder.is_dir():
+        return [f"{field}: {folder} is not a folder"]
+    faults = []
+    if not (folder / "config.json").is_file():
+        faults.append(f"{field}: {folder} has no config.json")
+    if not any(folder.glob("*.safetensors")):
+        other = sorted(path.name for path in folder.glob("*.bin"))
+        hint = f"; {other[0]} is not read, convert it to safetensors" if other else ""
+        faults.append(f"{field}: {folder} has no *.safetensors{hint}")
+    if tokenizer if tokenizer is not None else field == "model.path":
+        if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+            faults.append(f"{field}: {folder} has no tokenizer.json")
+        if not _has_chat_template(folder):
+            faults.append(f"{field}: {folder} has no chat template (chat_template.jinja, or in tokenizer_config.json)")
+    return faults
+
+
+def environment(config: Config) -> list[str]:
+    """What is wrong with the environment's name or arguments: one is made (not reset) and thrown away."""
+    try:
+        registry.make(config.env.name, **config.env.args)
+    except (ConfigError, EnvironmentFailure) as error:
+        return str(error).splitlines()
+    except Exception as error:  # the environment's own code, given arguments that it did not expect
+        return [f"env.args: {config.env.name!r} refused {config.env.args}: {type(error).__name__}: {error}"]
+    return []
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _warnings(config: Config) -> list[str]:
+    warnings = []
+    wanted, cpus = launch.threads(config), launch.available_cpus()
+    if wanted > 2 * cpus:
+        warnings.append(
+            f"generator.count * generator.threads + learner.ranks * learner.threads = {wanted} threads on {cpus} CPUs"
+        )
+    if config.transport.allow_remote:
+        warnings.append(f"transport.bind: {config.transport.bind} is open to the network; peers are not authenticated")
+    for package, what in (("tensorboard", "telemetry.tensorboard"), ("matplotlib", "telemetry.plot")):
+        wanted_here = config.telemetry.tensorboard if package == "tensorboard" else config.telemetry.plot
+        if wanted_here and importlib.util.find_spec(package) is None:
+            warnings.append(f"{what}: {package} is not installed, so it is left out; pip install 'sao[tracking]'")
+    return warnings

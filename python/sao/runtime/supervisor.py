@@ -1,0 +1,269 @@
+"""Starts the actors of a run, watches them, restarts generators, and ends everything in order.
+
+One thread decides: exits of children, messages of the broker and signals arrive in one inbox. Whatever ends the run, no
+process of it is left: first a message asks all to stop, then SIGTERM, then SIGKILL to the whole family.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from sao.config import Config
+from sao.errors import Error
+from sao.runtime import launch, processes
+from sao.runtime.processes import Child, Command
+from sao.transport.client import Client
+from sao.transport.messages import Message
+
+RESTARTS: Final = 3  # of one generator within the window; one more ends the run
+RESTART_WINDOW_S: Final = 300.0
+START_S: Final = 60.0  # for the broker to answer
+GOODBYE_S: Final = 10.0  # between a child's regular exit and the broker's word that the run is done
+SAVE_S: Final = 600.0  # for the learner to write its last checkpoint after a regular end
+STALL_S: Final = 120.0  # without a step; doubled at each report
+TICK_S: Final = 1.0  # the live view's clock
+
+EXIT_DONE, EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: the exit code of `sao train` and why."""
+
+    exit_code: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Exit:
+    child: Child
+
+
+@dataclass(frozen=True)
+class _Signal:
+    number: int
+
+
+@dataclass(frozen=True)
+class _Lost:
+    text: str
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    text: str
+
+
+Report = Callable[[str, dict[str, Any]], None]
+
+
+class Supervisor:
+    """One run. `report(kind, fields)` takes step, eval and event records; `tick()` is called about once a second."""
+
+    def __init__(
+        self, config: Config, places: launch.Places, logs: Path, report: Report, tick: Callable[[], None] = lambda: None
+    ) -> None:
+        self._config, self._places, self._logs = config, places, logs
+        self._report, self._tick = report, tick
+        self._inbox: queue.SimpleQueue[_Exit | _Signal | _Lost | _Snapshot | Message] = queue.SimpleQueue()
+        self._children: list[Child] = []
+        self._running: dict[str, Child] = {}
+        self._incarnations: dict[str, int] = {}
+        self._restarted_at: defaultdict[str, deque[float]] = defaultdict(deque)
+        self._client: Client | None = None
+        self._outcome: Outcome | None = None
+        self._signals = 0
+        self._done_by: float | None = None
+        self._stall_s = STALL_S
+        self._last_step_at = time.monotonic()
+
+    def run(self) -> Outcome:
+        """Runs to the end and returns how it ended. Call it from the main thread; signals are put back afterwards."""
+        processes.become_subreaper()
+        handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, self._on_signal) for number in handled}
+        try:
+            self._start()
+            while self._outcome is None:
+                self._step()
+        except Exception as error:
+            self._finish(EXIT_FAILED, f"supervisor: {type(error).__name__}: {error}")
+            raise
+        finally:
+            try:
+                self._end()
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+        return self._outcome
+
+    @property
+    def children(self) -> dict[str, int]:
+        """Name -> process id of the actors that run now."""
+        return {name: child.pid for name, child in self._running.items()}
+
+    # -- start
+
+    def _start(self) -> None:
+        for command in launch.everything(self._config, self._places):
+            self._launch(command)
+        transport = self._config.transport
+        self._client = Client(
+            self._places.endpoint,
+            role="supervisor",
+            name="supervisor",
+            max_message_bytes=transport.max_message_bytes,
+            heartbeat_s=transport.heartbeat_s,
+            peer_timeout_s=transport.peer_timeout_s,
+            on_push=self._inbox.put,
+            on_lost=lambda error: self._inbox.put(_Lost(str(error))),
+        )
+        threading.Thread(target=self._join, args=(self._client,), daemon=True).start()
+
+    def _launch(self, command: Command) -> None:
+        child = Child(command, self._logs / f"{command.name}.log", lambda ended: self._inbox.put(_Exit(ended)))
+        self._children.append(child)
+        self._running[command.name] = child
+
+    def _join(self, client: Client) -> None:
+        try:
+            client.connect(deadline_s=START_S)
+        except Error as error:
+            self._inbox.put(_Lost(f"broker: {error}"))
+
+    # -- what may happen
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signals += 1
+        self._inbox.put(_Signal(number))
+
+    def _step(self, timeout_s: float = TICK_S) -> None:
+        """Handles one thing from the inbox, or the clock."""
+        try:
+            item = self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            item = None
+        if isinstance(item, Message):
+            self._on_push(item)
+        elif isinstance(item, _Exit):
+            self._on_exit(item.child)
+        elif isinstance(item, _Signal):
+            self._finish(EXIT_INTERRUPTED, f"interrupted by {signal.Signals(item.number).name}")
+        elif isinstance(item, _Lost):
+            self._finish(EXIT_FAILED, item.text)
+        elif isinstance(item, _Snapshot):
+            self._report("event", {"level": "warning", "text": item.text})
+        self._on_clock(time.monotonic())
+
+    def _on_push(self, message: Message) -> None:
+        body = dict(message.body)
+        if message.kind == "step":
+            self._last_step_at, self._stall_s = time.monotonic(), STALL_S
+            self._report("step", {"step": body["step"], **body["metrics"]})
+        elif message.kind == "done":
+            failed = bool(body.get("failed"))
+            self._finish(EXIT_FAILED if failed else EXIT_DONE, str(body["reason"]))
+        elif message.kind in ("eval", "event"):
+            self._report(message.kind, body)
+
+    def _on_exit(self, child: Child) -> None:
+        name, role = child.command.name, child.command.role
+        if self._running.get(name) is child:
+            del self._running[name]
+        if self._outcome is not None:
+            return
+        processes.kill([child])  # what it started must not outlive it
+        if child.exit_code == 0:  # regular: the broker's word that the run is done is on its way
+            self._done_by = self._done_by or time.monotonic() + GOODBYE_S
+            return
+        if role == "generator" and child.exit_code != EXIT_CONFIG and self._may_restart(name):
+            incarnation = self._incarnations.get(name, 0) + 1
+            self._incarnations[name] = incarnation
+            text = f"{name} ended unexpectedly ({child.how_it_ended}); started again as incarnation {incarnation}"
+            self._report("event", {"level": "warning", "text": f"{text}\n{child.last_lines()}".rstrip()})
+            self._launch(launch.generator(self._config, self._places, int(name.removeprefix("g")), incarnation))
+            return
+        again = f" {RESTARTS + 1} times in {RESTART_WINDOW_S:g} s" if self._restarted_at[name] else ""
+        reason = f"{name} ended unexpectedly{again} ({child.how_it_ended}); last lines of {child.log}:"
+        self._finish(EXIT_FAILED, f"{reason}\n{child.last_lines() or '(nothing was written)'}")
+
+    def _may_restart(self, name: str) -> bool:
+        now, times = time.monotonic(), self._restarted_at[name]
+        while times and now - times[0] > RESTART_WINDOW_S:
+            times.popleft()
+        if len(times) >= RESTARTS:
+            return False
+        times.append(now)
+        return True
+
+    def _on_clock(self, now: float) -> None:
+        self._tick()
+        if self._outcome is not None:
+            return
+        if self._done_by is not None and now > self._done_by:
+            gone = sorted({child.command.name for child in self._children if not child.running})
+            self._finish(EXIT_FAILED, f"{', '.join(gone)} ended before the run was done")
+        if now - self._last_step_at > self._stall_s:
+            self._stall_s *= 2
+            self._ask_what_is_waited_for(now - self._last_step_at)
+
+    def _ask_what_is_waited_for(self, waited_s: float) -> None:
+        text = f"no step for {waited_s:.0f} s"
+        if self._client is None or self._client.lost is not None:
+            return
+
+        def answer(future: Any) -> None:
+            detail = future.exception() or future.result().body
+            self._inbox.put(_Snapshot(f"{text}; broker: {detail}"))
+
+        self._client.call("snapshot", deadline_s=5.0).add_done_callback(answer)
+
+    def _finish(self, exit_code: int, reason: str) -> None:
+        """The first reason counts."""
+        if self._outcome is None:
+            self._outcome = Outcome(exit_code, reason)
+
+    # -- end
+
+    def _end(self) -> None:
+        outcome = self._outcome or Outcome(EXIT_FAILED, "supervisor failed")
+        signals_before, shutdown_s = self._signals, self._config.transport.shutdown_s
+        if outcome.exit_code == EXIT_INTERRUPTED:
+            signals_before = 1
+            self._report(
+                "event", {"level": "info", "text": f"{outcome.reason}; ending in order, once more kills at once"}
+            )
+        if self._client is not None and self._client.lost is None and "broker" in self._running:
+            try:
+                self._client.send("stop", {"reason": outcome.reason.splitlines()[0]})
+            except Error as error:
+                self._report("event", {"level": "warning", "text": f"stop could not be sent: {error}"})
+        if outcome.exit_code == EXIT_DONE:
+            self._wait(lambda: not self._of_role("learner"), SAVE_S, signals_before)
+        self._wait(lambda: not self._running, shutdown_s, signals_before)
+        processes.terminate(self._children)
+        self._wait(lambda: not self._running, min(shutdown_s, 5.0), signals_before)
+        processes.kill(self._children)
+        if self._client is not None:
+            self._client.close()
+
+    def _of_role(self, role: str) -> list[Child]:
+        return [child for child in self._running.values() if child.command.role == role]
+
+    def _wait(self, condition: Callable[[], bool], timeout_s: float, signals_before: int) -> None:
+        """Goes on handling the inbox until the condition holds, the time is over or one more signal came."""
+        deadline = time.monotonic() + timeout_s
+        while not condition() and self._signals <= signals_before:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return
+            self._step(min(left_s, TICK_S))

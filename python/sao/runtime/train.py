@@ -1,0 +1,80 @@
+"""One training run on this machine, from the checked configuration to the plot: what `sao train` does."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from sao import config as configuration
+from sao.config import Config
+from sao.runtime import folders, launch, preflight
+from sao.runtime.supervisor import EXIT_DONE, EXIT_INTERRUPTED, Supervisor
+from sao.telemetry.monitor import Monitor
+
+
+def describe(config: Config, *, overwrite: bool = False) -> str:
+    """The resolved configuration as JSON and the commands that would be run. Creates nothing; raises `ConfigError`."""
+    warnings = preflight.check(config, overwrite=overwrite)
+    places = launch.Places.of(config, folders.SOCKETS / "sao-XXXXXXXX", folders.SHARED_MEMORY / "sao-XXXXXXXX")
+    lines = [json.dumps(config.model_dump(mode="json"), indent=2), ""]
+    for command in launch.everything(config, places):
+        changed = " ".join(f"{name}={value}" for name, value in command.environment.items())
+        lines.append(f"# {command.name}\n{changed} {shlex.join(command.argv)}")
+    return "\n".join([*lines, *(f"# warning: {warning}" for warning in warnings), "# dry run: nothing was started"])
+
+
+def train(config: Config, *, overwrite: bool = False) -> int:
+    """Runs a training run to its end; returns the exit code. Raises `ConfigError` before any side effect."""
+    warnings = preflight.check(config, overwrite=overwrite)
+    console = Console(stderr=False, highlight=False)
+    for folder in folders.remove_stale():
+        console.print(f"removed {folder}, left by a run that was killed", style="dim")
+    run_folder = config.folder.resolve()
+    folders.make_run_folder(run_folder, overwrite=overwrite)
+    private = folders.make_private(run_folder)
+    try:
+        configuration.save(config, run_folder / "config.json")
+        places = launch.Places.of(config, private.sockets, private.weights)
+        with Monitor(config, run_folder, console) as monitor:
+            monitor.report("run", {**_environment(), "config": config.model_dump(mode="json")})
+            for warning in warnings:
+                monitor.report("event", {"level": "warning", "text": warning})
+            supervisor = Supervisor(config, places, run_folder / "logs", monitor.report, monitor.tick)
+            outcome = supervisor.run()
+            monitor.report("end", {"exit_code": outcome.exit_code, "reason": outcome.reason})
+    finally:
+        private.remove()
+        folders.disown(run_folder)
+    if config.telemetry.plot:
+        _plot(run_folder, console)
+    style = {EXIT_DONE: "bold green", EXIT_INTERRUPTED: "bold yellow"}.get(outcome.exit_code, "bold red")
+    console.print(outcome.reason, style=style, markup=False)
+    console.print(f"run folder: {config.folder}", style="dim", markup=False)
+    return outcome.exit_code
+
+
+def _plot(run_folder: Path, console: Console) -> None:
+    from sao.telemetry import plot, sinks
+
+    records = sinks.read(run_folder / "metrics.jsonl")
+    if not any(record["kind"] == "step" for record in records):
+        return
+    try:
+        plot.curves(records, run_folder / "curves.png")
+    except ImportError:
+        return  # the check before the run has said so
+    console.print(f"curves: {run_folder / 'curves.png'}", style="dim", markup=False)
+
+
+def _environment() -> dict[str, Any]:
+    return {
+        "sao": version("sao"),
+        "python": sys.version.split()[0],
+        "cpus": launch.available_cpus(),
+    }

@@ -1,0 +1,51 @@
+"""The telemetry of a run in one object: every record goes to the files, to the trackers and to the person watching."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+
+from sao.config import Config
+from sao.telemetry.live import View
+from sao.telemetry.sinks import Fan, JsonLines, Record, Sink, TensorBoard, WandB, record
+
+
+class Monitor:
+    """Used as a context; `report(kind, fields)` and `tick()` are what a supervisor needs."""
+
+    def __init__(self, config: Config, run_folder: Path, console: Console) -> None:
+        """Opens `metrics.jsonl` in the run folder and what `telemetry` asks for and is installed."""
+        sinks: list[Sink] = [JsonLines(run_folder / "metrics.jsonl")]
+        if config.telemetry.tensorboard and importlib.util.find_spec("tensorboard") is not None:
+            sinks.append(TensorBoard(run_folder / "tensorboard"))
+        if config.telemetry.wandb:
+            sinks.append(WandB(config.run.name, config.model_dump(mode="json"), run_folder))
+        self._view = View(config, console)
+        self._sinks = Fan(sinks, self._sink_failed)
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._view.close()
+        self._sinks.close()
+
+    def report(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Takes what happened: `run`, `step`, `eval`, `event` or `end`."""
+        happened: Record = record(kind, fields)
+        self._sinks.write(happened)
+        self._view.show(happened)
+
+    def tick(self) -> None:
+        """Brings the live view's clock up to date."""
+        self._view.tick()
+
+    def _sink_failed(self, text: str) -> None:
+        self._view.show(record("event", {"level": "warning", "text": text}))

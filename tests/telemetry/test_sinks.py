@@ -1,0 +1,113 @@
+"""Records reach the files whole, a broken tracker ends nothing, and numbers that JSON lacks become null."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from tests.telemetry.records import evaluation, step
+
+from sao.telemetry import sinks
+
+
+def test_a_record_is_flat_and_valid_json():
+    made = sinks.record("step", {"a": {"b": {"c": 1}}, "x": math.nan, "y": math.inf, "t": "text", "n": None})
+    assert {key: made[key] for key in ("kind", "a/b/c", "x", "y", "t", "n")} == {
+        "kind": "step",
+        "a/b/c": 1,
+        "x": None,
+        "y": None,
+        "t": "text",
+        "n": None,
+    }
+    assert json.loads(json.dumps(made, allow_nan=False)) == made
+
+
+def test_every_line_is_on_disk_before_close(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = sinks.JsonLines(path)
+    for number in (1, 2):
+        lines.write(step(number))
+        assert [row["step"] for row in sinks.read(path)] == list(range(1, number + 1))
+    lines.close()
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(step(1)) + "\n" + json.dumps(step(2))[:40])
+    assert [row["step"] for row in sinks.read(path)] == [1]
+
+
+def test_tensorboard_files_hold_the_scalars(tmp_path):
+    board = sinks.TensorBoard(tmp_path)
+    for row in (
+        step(3),
+        evaluation(3, 0.75),
+        evaluation(4, None),
+        sinks.record("event", {"level": "info", "text": "x"}),
+    ):
+        board.write(row)
+    board.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(tmp_path)).Reload()
+    (point,) = read.Scalars("step/reward/mean")
+    assert (point.step, point.value) == (3, 0.5)
+    assert read.Scalars("eval/success")[0].value == 0.75 and len(read.Scalars("eval/success")) == 1
+
+
+def test_tensorboard_brings_no_torch(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from sao.telemetry.sinks import TensorBoard;"
+        f"TensorBoard(Path({str(tmp_path)!r})).close(); print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+class Broken:
+    """A tracker whose server is gone."""
+
+    def write(self, record):
+        raise ConnectionError("no route")
+
+    def close(self):
+        raise ConnectionError("no route")
+
+
+def test_a_failing_sink_is_reported_once_and_the_others_go_on(tmp_path):
+    failures = []
+    path = tmp_path / "metrics.jsonl"
+    fan = sinks.Fan([Broken(), sinks.JsonLines(path)], failures.append)
+    for number in range(5):
+        fan.write(step(number))
+    fan.close()
+    assert len(sinks.read(path)) == 5
+    assert failures == ["Broken: no route; it gets no more records"]
+
+
+def test_wandb_gets_the_numbers(tmp_path, monkeypatch):
+    logged = []
+
+    class Run:
+        def log(self, row):
+            logged.append(row)
+
+        def finish(self):
+            logged.append("finished")
+
+    class Module:
+        @staticmethod
+        def init(**arguments):
+            assert arguments["name"] == "r" and arguments["config"] == {"a": 1}
+            return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", Module)
+    sink = sinks.WandB("r", {"a": 1}, tmp_path)
+    sink.write(step(7))
+    sink.write(sinks.record("event", {"level": "info", "text": "x"}))
+    sink.close()
+    assert logged[0]["step"] == 7 and logged[0]["step/reward/mean"] == 0.5 and logged[1:] == ["finished"]
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError):
+        sinks.WandB("r", {}, tmp_path)

@@ -1,0 +1,79 @@
+"""What a person sees: one line a step without a terminal, a table with colours that mean something with one."""
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+from tests.telemetry.records import config, evaluation, step
+
+from sao.telemetry.live import View
+from sao.telemetry.metrics import watched
+from sao.telemetry.monitor import Monitor
+from sao.telemetry.sinks import read, record
+
+
+def plain() -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=60, force_terminal=False), out
+
+
+def test_watched_numbers_are_taken_and_derived():
+    now = watched(step(4, **{"tokens/masked": 500.0}))
+    assert (now.step, now.masked_share, now.generator_idle) == (4, 0.25, pytest.approx(0.1))
+    assert now.trained_per_s == pytest.approx(2000 / 1.5)
+
+
+@pytest.mark.parametrize("value", [None, "text", float("nan")])
+def test_what_a_step_lacks_is_nan_not_an_error(value):
+    now = watched({"kind": "step", "step": 1, "tokens/action": 0, "tokens/masked": value})
+    assert math.isnan(now.masked_share) and math.isnan(now.success) and math.isnan(now.trained_per_s)
+
+
+def test_without_a_terminal_each_step_is_one_line():
+    console, out = plain()
+    view = View(config(run={"steps": 20}), console)
+    view.show(step(11))
+    view.show(record("event", {"level": "warning", "text": "g1 ended [exit code 1]"}))
+    view.show(evaluation(11, 0.5, failed=2))
+    view.show(evaluation(12, None))
+    view.close()
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 4
+    for part in ("step 11/20", "success 0.481", "lag 1.3/3", "sampled 1", "tok/s", "idle learner 20%", "eta 13s"):
+        assert part in lines[0]
+    assert lines[1] == "g1 ended [exit code 1]"
+    assert lines[2] == "held-out success 0.500 at step 11 (n = 64, 2 failed)"
+    assert "none finished" in lines[3]
+
+
+def test_on_a_terminal_the_table_shows_trend_and_alarm():
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=True, color_system="standard")
+    view = View(config(run={"steps": 20, "name": "demo"}, staleness={"max_lag": 2}), console)
+    assert "starting" in out.getvalue()
+    for number in range(1, 6):
+        view.show(step(number, **{"time/idle_share": 0.9}))
+    view.show(evaluation(5, 0.25))
+    view.close()
+    shown = out.getvalue()
+    assert "demo" in shown and "step 5/20" in shown and "held-out 0.250" in shown and "▁" in shown and "█" in shown
+    assert "\x1b[31m90%" in shown  # red: the learner waits nearly always
+    assert "\x1b[33m1.3/3" in shown  # yellow: tokens beyond the bound
+
+
+def test_a_step_without_numbers_can_be_shown():
+    console, out = plain()
+    view = View(config(run={"steps": 20}), console)
+    view.show(record("step", {"step": 1}))
+    assert "success -" in out.getvalue() and "eta -" in out.getvalue()
+
+
+def test_the_monitor_writes_what_it_shows(tmp_path):
+    console, out = plain()
+    with Monitor(config(run={"steps": 20}), tmp_path, console) as monitor:
+        monitor.report("step", {key: value for key, value in step(1).items() if key not in ("kind", "time_s")})
+        monitor.report("event", {"level": "info", "text": "hello"})
+        monitor.tick()
+    assert [row["kind"] for row in read(tmp_path / "metrics.jsonl")] == ["step", "event"]
+    assert list((tmp_path / "tensorboard").iterdir()) and "hello" in out.getvalue()
