@@ -445,7 +445,7 @@ impl Buffer {
     /// # Errors
     /// [`Error::Validation`] and [`Error::Closed`] as [`Self::take`].
     pub fn try_take(&self, n: usize) -> Result<Option<Vec<Lease>>> {
-        self.check_count(n)?;
+        self.check_count(n.max(1))?;
         let mut state = self.shared.lock();
         if state.closed {
             return Err(closed());

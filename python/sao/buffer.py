@@ -1,0 +1,125 @@
+"""A bounded buffer of finished trajectories between threads of one process.
+
+Memory is bounded in bytes: room is reserved before a trajectory is copied in, and given back when its memory is freed.
+What goes in is copied once, encoded; what comes out are read-only views of that copy. A trajectory taken out is *held*:
+it must be committed (it was trained) or given back (it goes back to its place), and one that is dropped without either
+is given back. Waiting calls park, keep their order and notice signals; the last resort against waiting too long is the
+deadline that each takes.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Literal
+
+from sao import _core
+from sao.trajectory import Trajectory, decode, encode
+
+
+class Held:
+    """A trajectory taken out of a `TrajectoryBuffer`; use `with`, or settle it by `commit` or `give_back`.
+
+    Leaving the `with` block normally commits, leaving it by an exception gives back, unless it was settled inside.
+    Arrays of `trajectory` stay valid after settling; as long as any of them lives, its bytes count against the budget.
+    """
+
+    __slots__ = ("_lease", "_settled", "trajectory")
+
+    def __init__(self, lease: _core.Lease) -> None:
+        self._lease = lease
+        self._settled = False
+        self.trajectory: Trajectory = decode(lease.header, lease.payload)
+
+    @property
+    def sequence(self) -> int:
+        """Position in the order of completion, from 0."""
+        return self._lease.sequence
+
+    def commit(self) -> None:
+        """The trajectory was used up. Raises `ClosedError` if already settled."""
+        self._lease.commit()
+        self._settled = True
+
+    def give_back(self) -> None:
+        """The trajectory returns to its place in the order of completion. Raises `ClosedError` if already settled."""
+        self._lease.give_back()
+        self._settled = True
+
+    def __enter__(self) -> Trajectory:
+        return self.trajectory
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._settled:
+            (self.commit if kind is None else self.give_back)()
+
+
+class TrajectoryBuffer:
+    """Trajectories in order of completion, for any number of producer and consumer threads.
+
+    Args:
+        max_trajectories: trajectories kept at most, held ones included.
+        max_bytes: encoded bytes kept at most, held ones and those still viewed included.
+        policy: what `put` does when there is no room: `block` waits, `reject` raises `FullError`, `drop_oldest` drops the
+            first in order, `drop_stalest` the one with the oldest policy version. Held trajectories are never dropped;
+            when nothing else is left the dropping policies wait.
+
+    Raises `ValidationError` for a limit below 1 or an unknown policy.
+    """
+
+    def __init__(
+        self,
+        max_trajectories: int,
+        max_bytes: int,
+        policy: Literal["block", "reject", "drop_oldest", "drop_stalest"] = "block",
+    ) -> None:
+        self._core = _core.Buffer(max_trajectories, max_bytes, policy)
+
+    def put(self, trajectory: Trajectory, timeout_s: float | None = None) -> int:
+        """Copies `trajectory` in; returns how many the policy dropped for it.
+
+        Waits up to `timeout_s` seconds (None: without end) for room. Raises `DeadlineError`, `FullError` (policy
+        `reject`), `ClosedError`, and at once `ValidationError` for one that can never fit.
+        """
+        header, payload = encode(trajectory)
+        version = trajectory.min_version if trajectory.n_actions else 0
+        dropped = self._core.put(header, payload, min_version=version, timeout_s=timeout_s)
+        return len(dropped["headers"]) if dropped else 0
+
+    def take(self, n: int, timeout_s: float | None = None) -> list[Held]:
+        """The next `n` trajectories, all of them or none.
+
+        Waits up to `timeout_s` seconds (None: without end). Raises `DeadlineError`, `ClosedError`, and at once
+        `ValidationError` unless 1 <= n <= max_trajectories.
+        """
+        return [Held(lease) for lease in self._core.take(n, timeout_s)]
+
+    def try_take(self, n: int) -> list[Held]:
+        """As `take` without waiting: an empty list when fewer than `n` are ready or others wait for theirs."""
+        return [Held(lease) for lease in self._core.try_take(n)]
+
+    def advance(self, version: int, keep_from: int | None = None) -> int:
+        """Notes the policy version; drops what is ready and older than `keep_from`, and returns how many that were."""
+        return len(self._core.advance(version, keep_from))
+
+    def stats(self) -> dict[str, Any]:
+        """Counters: trajectories (ready + leased), ready, leased, copying, bytes, received, committed, dropped (by
+        reason), waiting_takes, waiting_puts, version, closed. received = ready + leased + committed + all dropped.
+        """
+        return self._core.stats()
+
+    def close(self) -> None:
+        """Wakes everybody who waits with `ClosedError` and frees what is ready; held trajectories stay valid."""
+        self._core.close()
+
+    def __len__(self) -> int:
+        return len(self._core)
+
+    def __enter__(self) -> TrajectoryBuffer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
