@@ -4,6 +4,8 @@
 pub mod advantage;
 pub mod buffer;
 pub mod error;
+mod event;
+pub mod journal;
 pub mod ledger;
 pub mod pack;
 pub mod staleness;

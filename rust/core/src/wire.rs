@@ -1,1 +1,738 @@
-//! wire (to be written)
+//! Trajectories as bytes: a msgpack header and one payload blob (`docs/reference/wire.md` is the format).
+//!
+//! The header has a fixed schema, so reading it needs no recursion, and nothing is allocated from a length that has not
+//! been compared with the bytes at hand.
+
+use rmp::encode as put;
+
+use crate::error::{Error, Result};
+use crate::trajectory::{
+    Counts, Meta, Segment, SegmentKind, Span, TerminationKind, Trajectory, TurnReward, MAX_KEYS,
+};
+
+/// First value of every header.
+pub const MAGIC: &str = "sao-trajectory";
+/// Format that this build writes and reads.
+pub const FORMAT: u64 = 1;
+/// Arrays start at multiples of this many bytes in the payload.
+pub const ALIGNMENT: usize = 64;
+/// Longest header, bytes.
+pub const MAX_HEADER_BYTES: usize = 1 << 20;
+/// Longest payload unless the caller says otherwise, bytes.
+pub const DEFAULT_MAX_BYTES: usize = 1 << 28;
+/// Most segments unless the caller says otherwise.
+pub const DEFAULT_MAX_SEGMENTS: usize = 4096;
+
+const FIELDS: u32 = 17;
+const SEGMENT_FIELDS: u32 = 6;
+
+/// What a decoder accepts.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Longest payload, bytes.
+    pub max_bytes: usize,
+    /// Most segments.
+    pub max_segments: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            max_bytes: DEFAULT_MAX_BYTES,
+            max_segments: DEFAULT_MAX_SEGMENTS,
+        }
+    }
+}
+
+/// What a header alone tells.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Summary {
+    /// 128-bit id.
+    pub id: [u8; 16],
+    /// Number of the task.
+    pub task_ordinal: i64,
+    /// Number of the try.
+    pub attempt: i64,
+    /// Name of the environment.
+    pub env: String,
+    /// Tokens, sampled tokens and their oldest and newest version.
+    pub counts: Counts,
+    /// Number of segments.
+    pub n_segments: usize,
+    /// How it ended.
+    pub termination: TerminationKind,
+    /// Why; empty when finished.
+    pub reason: String,
+    /// Reward, `None` when failed.
+    pub reward: Option<f64>,
+    /// Length of the payload, bytes.
+    pub payload_bytes: usize,
+}
+
+/// Offsets of `token_ids`, `logprobs` and `action_mask` of one segment in the payload.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// Offsets, bytes.
+    pub offsets: [usize; 3],
+    /// Tokens of the segment.
+    pub tokens: usize,
+}
+
+impl Place {
+    fn sizes(self) -> [usize; 3] {
+        [4 * self.tokens, 4 * self.tokens, self.tokens]
+    }
+
+    fn end(self) -> usize {
+        self.offsets[2] + self.tokens
+    }
+
+    /// The place that follows `before` and holds `tokens` tokens; `None` when the offsets overflow.
+    fn after(before: usize, tokens: usize) -> Option<Self> {
+        let ids = before.checked_next_multiple_of(ALIGNMENT)?;
+        let array = tokens.checked_mul(4)?;
+        let logs = ids
+            .checked_add(array)?
+            .checked_next_multiple_of(ALIGNMENT)?;
+        let mask = logs
+            .checked_add(array)?
+            .checked_next_multiple_of(ALIGNMENT)?;
+        mask.checked_add(tokens)?;
+        Some(Self {
+            offsets: [ids, logs, mask],
+            tokens,
+        })
+    }
+}
+
+/// Where the arrays of segments of these lengths lie, and the length of the payload in bytes.
+///
+/// # Errors
+/// `Error::Validation` when the sizes overflow.
+pub fn layout(tokens: impl IntoIterator<Item = usize>) -> Result<(Vec<Place>, usize)> {
+    let (mut places, mut end) = (Vec::new(), 0);
+    for (index, tokens) in tokens.into_iter().enumerate() {
+        let place = Place::after(end, tokens).ok_or_else(|| {
+            Error::Validation(format!("segments[{index}]: {tokens} tokens are too many"))
+        })?;
+        end = place.end();
+        places.push(place);
+    }
+    Ok((places, end))
+}
+
+/// Checks and encodes; returns (header, payload).
+///
+/// # Errors
+/// `Error::Validation` when a rule of the trajectory is broken or the header would exceed `MAX_HEADER_BYTES`.
+pub fn encode(trajectory: &Trajectory) -> Result<(Vec<u8>, Vec<u8>)> {
+    let (places, bytes) = layout(trajectory.segments.iter().map(|s| s.action_mask.len()))?;
+    let mut payload = vec![0; bytes];
+    let header = encode_into(trajectory, &places, &mut payload)?;
+    Ok((header, payload))
+}
+
+/// As `encode`, into a payload of exactly the length that `layout` gave; every byte of it is written.
+///
+/// # Errors
+/// As `encode`.
+pub fn encode_into(
+    trajectory: &Trajectory,
+    places: &[Place],
+    payload: &mut [u8],
+) -> Result<Vec<u8>> {
+    let counts = trajectory.check()?;
+    let header = write_header(trajectory, counts, places, payload.len())?;
+    let mut end = 0;
+    for (segment, place) in trajectory.segments.iter().zip(places) {
+        for (offset, array) in place.offsets.into_iter().zip(arrays(segment)) {
+            payload[end..offset].fill(0);
+            end = offset + array.len();
+            payload[offset..end].copy_from_slice(array);
+        }
+    }
+    Ok(header)
+}
+
+fn arrays<'a>(segment: &Segment<'a>) -> [&'a [u8]; 3] {
+    [segment.token_ids, segment.logprobs, segment.action_mask]
+}
+
+fn write_header(
+    t: &Trajectory,
+    counts: Counts,
+    places: &[Place],
+    payload_bytes: usize,
+) -> Result<Vec<u8>> {
+    let mut out = Vec::with_capacity(512);
+    let done = put_header(&mut out, t, counts, places, payload_bytes);
+    if done.is_err() || out.len() > MAX_HEADER_BYTES {
+        return Err(Error::Validation(format!(
+            "header: {} bytes of metadata, timings_s, version spans and the rest, at most {MAX_HEADER_BYTES}",
+            out.len()
+        )));
+    }
+    let (at, crc) = header_crc(&out).unwrap_or((0, 0));
+    out[at..at + 4].copy_from_slice(&crc.to_be_bytes());
+    Ok(out)
+}
+
+/// Position of the checksum in a header and the value it must have: it covers every other byte.
+fn header_crc(header: &[u8]) -> Option<(usize, u32)> {
+    let mut reader = Reader(header);
+    reader.open().ok()?;
+    let at = header.len() - reader.0.len() + 1;
+    let rest = header.get(at + 4..)?;
+    Some((
+        at,
+        crc32c::crc32c_append(crc32c::crc32c(&header[..at]), rest),
+    ))
+}
+
+type Put = std::result::Result<(), put::ValueWriteError>;
+
+fn put_header(
+    out: &mut Vec<u8>,
+    t: &Trajectory,
+    counts: Counts,
+    places: &[Place],
+    payload_bytes: usize,
+) -> Put {
+    put::write_map_len(out, FIELDS)?;
+    put::write_str(out, "magic")?;
+    put::write_str(out, MAGIC)?;
+    put::write_str(out, "format")?;
+    put::write_uint(out, FORMAT)?;
+    put::write_str(out, "crc32c")?;
+    put::write_u32(out, 0)?; // filled in when the rest is known
+    put::write_str(out, "payload_bytes")?;
+    put::write_uint(out, payload_bytes as u64)?;
+    put::write_str(out, "id")?;
+    put::write_bin(out, &t.id)?;
+    put::write_str(out, "task_ordinal")?;
+    put::write_sint(out, t.task_ordinal)?;
+    put::write_str(out, "attempt")?;
+    put::write_sint(out, t.attempt)?;
+    put::write_str(out, "env")?;
+    put::write_str(out, &t.env)?;
+    put::write_str(out, "counts")?;
+    put::write_array_len(out, 4)?;
+    put::write_uint(out, counts.tokens as u64)?;
+    put::write_uint(out, counts.actions as u64)?;
+    put_version(out, counts.min_version)?;
+    put_version(out, counts.max_version)?;
+    put::write_str(out, "termination")?;
+    put::write_array_len(out, 2)?;
+    put::write_str(out, t.termination.name())?;
+    put::write_str(out, &t.reason)?;
+    put::write_str(out, "reward")?;
+    match t.reward {
+        Some(reward) => put::write_f64(out, reward)?,
+        None => put_nil(out)?,
+    }
+    put::write_str(out, "temperature")?;
+    put::write_f64(out, t.temperature)?;
+    put::write_str(out, "turn_rewards")?;
+    put::write_array_len(out, t.turn_rewards.len() as u32)?;
+    for turn in &t.turn_rewards {
+        put::write_array_len(out, 3)?;
+        put::write_sint(out, turn.segment)?;
+        put::write_sint(out, turn.position)?;
+        put::write_f64(out, turn.reward)?;
+    }
+    put::write_str(out, "fingerprints")?;
+    put::write_map_len(out, t.fingerprints.len() as u32)?;
+    for (version, text) in &t.fingerprints {
+        put::write_sint(out, *version)?;
+        put::write_str(out, text)?;
+    }
+    put::write_str(out, "timings_s")?;
+    put::write_map_len(out, t.timings_s.len() as u32)?;
+    for (name, value) in &t.timings_s {
+        put::write_str(out, name)?;
+        put::write_f64(out, *value)?;
+    }
+    put::write_str(out, "metadata")?;
+    put::write_map_len(out, t.metadata.len() as u32)?;
+    for (name, value) in &t.metadata {
+        put::write_str(out, name)?;
+        match value {
+            Meta::Null => put_nil(out)?,
+            Meta::Bool(flag) => {
+                put::write_bool(out, *flag).map_err(put::ValueWriteError::InvalidDataWrite)?
+            }
+            Meta::Int(number) => put::write_sint(out, *number).map(drop)?,
+            Meta::Float(number) => put::write_f64(out, *number)?,
+            Meta::Text(text) => put::write_str(out, text)?,
+        }
+    }
+    put::write_str(out, "segments")?;
+    put::write_array_len(out, t.segments.len() as u32)?;
+    for (segment, place) in t.segments.iter().zip(places) {
+        put_segment(out, segment, *place)?;
+    }
+    Ok(())
+}
+
+fn put_segment(out: &mut Vec<u8>, segment: &Segment, place: Place) -> Put {
+    put::write_map_len(out, SEGMENT_FIELDS)?;
+    put::write_str(out, "kind")?;
+    put::write_str(out, segment.kind.name())?;
+    put::write_str(out, "n_tokens")?;
+    put::write_uint(out, place.tokens as u64)?;
+    for ((name, array), offset) in ARRAYS.iter().zip(arrays(segment)).zip(place.offsets) {
+        put::write_str(out, name)?;
+        put::write_array_len(out, 3)?;
+        put::write_uint(out, offset as u64)?;
+        put::write_uint(out, array.len() as u64)?;
+        put::write_uint(out, u64::from(crc32c::crc32c(array)))?;
+    }
+    put::write_str(out, "version_spans")?;
+    put::write_array_len(out, segment.version_spans.len() as u32)?;
+    for span in &segment.version_spans {
+        put::write_array_len(out, 3)?;
+        put::write_sint(out, span.start)?;
+        put::write_sint(out, span.stop)?;
+        put::write_sint(out, span.version)?;
+    }
+    Ok(())
+}
+
+const ARRAYS: [&str; 3] = ["token_ids", "logprobs", "action_mask"];
+
+fn put_nil(out: &mut Vec<u8>) -> Put {
+    put::write_nil(out).map_err(put::ValueWriteError::InvalidMarkerWrite)
+}
+
+fn put_version(out: &mut Vec<u8>, version: Option<i64>) -> Put {
+    match version {
+        Some(version) => put::write_sint(out, version).map(drop),
+        None => put_nil(out),
+    }
+}
+
+/// A header, checked against its own checksum and schema but not against a payload.
+struct Header {
+    counts: Counts,
+    payload_bytes: usize,
+    places: Vec<Place>,
+    crcs: Vec<[u32; 3]>,
+    trajectory: Trajectory<'static>,
+}
+
+/// Reads a header alone.
+///
+/// # Errors
+/// `Error::Wire` when it is corrupt, truncated, too long, of another format or not ours.
+pub fn summary(header: &[u8], limits: Limits) -> Result<Summary> {
+    let read = read_header(header, limits)?;
+    let t = read.trajectory;
+    Ok(Summary {
+        id: t.id,
+        task_ordinal: t.task_ordinal,
+        attempt: t.attempt,
+        env: t.env,
+        counts: read.counts,
+        n_segments: read.places.len(),
+        termination: t.termination,
+        reason: t.reason,
+        reward: t.reward,
+        payload_bytes: read.payload_bytes,
+    })
+}
+
+/// Reads and checks everything; the arrays of the result are slices of `payload`, at the returned places.
+///
+/// # Errors
+/// `Error::Wire` when anything is corrupt, truncated, too long, of another format, not ours or breaks a rule.
+pub fn decode<'a>(
+    header: &[u8],
+    payload: &'a [u8],
+    limits: Limits,
+) -> Result<(Trajectory<'a>, Vec<Place>)> {
+    let read = read_header(header, limits)?;
+    if payload.len() != read.payload_bytes {
+        return wire(format!(
+            "payload: {} bytes, the header announces {}",
+            payload.len(),
+            read.payload_bytes
+        ));
+    }
+    let (mut trajectory, mut end) = (read.trajectory, 0);
+    let drafts = std::mem::take(&mut trajectory.segments);
+    let mut segments = Vec::with_capacity(drafts.len());
+    for (index, (draft, place)) in drafts.into_iter().zip(&read.places).enumerate() {
+        let mut views: [&'a [u8]; 3] = [&[]; 3];
+        for (column, (offset, size)) in place.offsets.into_iter().zip(place.sizes()).enumerate() {
+            if payload[end..offset].iter().any(|byte| *byte != 0) {
+                return wire(format!("payload[{end}:{offset}]: padding is not zero"));
+            }
+            end = offset + size;
+            views[column] = &payload[offset..end];
+            let (found, told) = (crc32c::crc32c(views[column]), read.crcs[index][column]);
+            if found != told {
+                return wire(format!(
+                    "segments[{index}].{}: crc32c {found:#010x}, the header announces {told:#010x}",
+                    ARRAYS[column]
+                ));
+            }
+        }
+        segments.push(Segment {
+            kind: draft.kind,
+            token_ids: views[0],
+            logprobs: views[1],
+            action_mask: views[2],
+            version_spans: draft.version_spans,
+        });
+    }
+    let trajectory = Trajectory {
+        segments,
+        ..trajectory
+    };
+    let counts = trajectory
+        .check()
+        .map_err(|error| Error::Wire(error.to_string()))?;
+    if counts != read.counts {
+        return wire(format!(
+            "counts: the header announces {:?}, the arrays hold {counts:?}",
+            read.counts
+        ));
+    }
+    Ok((trajectory, read.places))
+}
+
+fn wire<T>(text: String) -> Result<T> {
+    Err(Error::Wire(text))
+}
+
+fn read_header(header: &[u8], limits: Limits) -> Result<Header> {
+    if header.len() > MAX_HEADER_BYTES {
+        return wire(format!(
+            "header: {} bytes, at most {MAX_HEADER_BYTES}",
+            header.len()
+        ));
+    }
+    let mut reader = Reader(header);
+    reader.open()?;
+    let told = reader.crc()?;
+    match header_crc(header) {
+        Some((_, found)) if found == told => {}
+        _ => {
+            return wire(format!(
+                "header: crc32c does not match the announced {told:#010x}"
+            ))
+        }
+    }
+    reader.key("payload_bytes")?;
+    let payload_bytes = reader.size("payload_bytes")?;
+    if payload_bytes > limits.max_bytes {
+        return wire(format!(
+            "payload_bytes: {payload_bytes}, at most {} are accepted",
+            limits.max_bytes
+        ));
+    }
+    let mut trajectory = reader.fields()?;
+    let counts = trajectory.1;
+    reader.key("segments")?;
+    let n_segments = reader.any_array("segments")?;
+    if n_segments > limits.max_segments {
+        return wire(format!(
+            "segments: {n_segments}, at most {} are accepted",
+            limits.max_segments
+        ));
+    }
+    let (mut places, mut crcs, mut end) = (Vec::new(), Vec::new(), 0);
+    for index in 0..n_segments {
+        let (segment, place, crc) = reader.segment(index, end)?;
+        end = place.end();
+        if end > payload_bytes {
+            return wire(format!(
+                "segments[{index}]: its arrays end at byte {end}, payload_bytes is {payload_bytes}"
+            ));
+        }
+        trajectory.0.segments.push(segment);
+        places.push(place);
+        crcs.push(crc);
+    }
+    if end != payload_bytes {
+        return wire(format!(
+            "payload_bytes: {payload_bytes}, the arrays end at byte {end}"
+        ));
+    }
+    if !reader.0.is_empty() {
+        return wire(format!("header: {} bytes after its end", reader.0.len()));
+    }
+    Ok(Header {
+        counts,
+        payload_bytes,
+        places,
+        crcs,
+        trajectory: trajectory.0,
+    })
+}
+
+/// The rest of a header. Every read names the field it is for.
+struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    fn open(&mut self) -> Result<()> {
+        let foreign = || Error::Wire("header: not a trajectory of sao".into());
+        let length = rmp::decode::read_map_len(&mut self.0).map_err(|_| foreign())?;
+        self.key("magic").map_err(|_| foreign())?;
+        if self.text("magic").map_err(|_| foreign())? != MAGIC {
+            return Err(foreign());
+        }
+        self.key("format")?;
+        let format = self.int("format")?;
+        if format != FORMAT as i64 {
+            return wire(format!("format: {format}, this build reads {FORMAT}"));
+        }
+        if length != FIELDS {
+            return wire(format!("header: {length} fields, expected {FIELDS}"));
+        }
+        self.key("crc32c")
+    }
+
+    fn crc(&mut self) -> Result<u32> {
+        rmp::decode::read_u32(&mut self.0)
+            .map_err(|_| Error::Wire("crc32c: not a 32-bit unsigned integer".into()))
+    }
+
+    fn fields(&mut self) -> Result<(Trajectory<'static>, Counts)> {
+        self.key("id")?;
+        let id = self.id()?;
+        self.key("task_ordinal")?;
+        let task_ordinal = self.int("task_ordinal")?;
+        self.key("attempt")?;
+        let attempt = self.int("attempt")?;
+        self.key("env")?;
+        let env = self.text("env")?.to_owned();
+        self.key("counts")?;
+        self.array("counts", 4)?;
+        let counts = Counts {
+            tokens: self.size("counts[0]")?,
+            actions: self.size("counts[1]")?,
+            min_version: self.nullable(|r| r.int("counts[2]"))?,
+            max_version: self.nullable(|r| r.int("counts[3]"))?,
+        };
+        self.key("termination")?;
+        self.array("termination", 2)?;
+        let kind = self.text("termination[0]")?;
+        let Some(termination) = TerminationKind::parse(kind) else {
+            return wire(format!("termination[0]: unknown kind {kind:?}"));
+        };
+        let reason = self.text("termination[1]")?.to_owned();
+        self.key("reward")?;
+        let reward = self.nullable(|r| r.float("reward"))?;
+        self.key("temperature")?;
+        let temperature = self.float("temperature")?;
+        self.key("turn_rewards")?;
+        let mut turn_rewards = Vec::new();
+        for _ in 0..self.any_array("turn_rewards")? {
+            self.array("turn_rewards", 3)?;
+            turn_rewards.push(TurnReward {
+                segment: self.int("turn_rewards")?,
+                position: self.int("turn_rewards")?,
+                reward: self.float("turn_rewards")?,
+            });
+        }
+        self.key("fingerprints")?;
+        let fingerprints = self.map("fingerprints", |r| {
+            Ok((r.int("fingerprints")?, r.text("fingerprints")?.to_owned()))
+        })?;
+        self.key("timings_s")?;
+        let timings_s = self.map("timings_s", |r| {
+            Ok((r.text("timings_s")?.to_owned(), r.float("timings_s")?))
+        })?;
+        self.key("metadata")?;
+        let metadata = self.map("metadata", |r| {
+            Ok((r.text("metadata")?.to_owned(), r.meta()?))
+        })?;
+        let trajectory = Trajectory {
+            id,
+            task_ordinal,
+            attempt,
+            env,
+            segments: Vec::new(),
+            reward,
+            termination,
+            reason,
+            temperature,
+            turn_rewards,
+            fingerprints,
+            timings_s,
+            metadata,
+        };
+        Ok((trajectory, counts))
+    }
+
+    fn segment(&mut self, index: usize, end: usize) -> Result<(Segment<'static>, Place, [u32; 3])> {
+        let field = |name: &str| format!("segments[{index}].{name}");
+        match rmp::decode::read_map_len(&mut self.0) {
+            Ok(SEGMENT_FIELDS) => {}
+            _ => {
+                return wire(format!(
+                    "segments[{index}]: not a map of {SEGMENT_FIELDS} fields"
+                ))
+            }
+        }
+        self.key("kind")?;
+        let name = self.text("kind")?;
+        let Some(kind) = SegmentKind::parse(name) else {
+            return wire(format!("{}: unknown kind {name:?}", field("kind")));
+        };
+        self.key("n_tokens")?;
+        let tokens = self.size("n_tokens")?;
+        let Some(place) = Place::after(end, tokens) else {
+            return wire(format!("{}: {tokens} is too large", field("n_tokens")));
+        };
+        let mut crcs = [0; 3];
+        for column in 0..3 {
+            self.key(ARRAYS[column])?;
+            self.array(ARRAYS[column], 3)?;
+            let (offset, bytes) = (self.size(ARRAYS[column])?, self.size(ARRAYS[column])?);
+            let (right_offset, right_bytes) = (place.offsets[column], place.sizes()[column]);
+            if (offset, bytes) != (right_offset, right_bytes) {
+                return wire(format!(
+                    "{}: {bytes} bytes at {offset}, expected {right_bytes} at {right_offset} for {tokens} tokens",
+                    field(ARRAYS[column])
+                ));
+            }
+            let crc = self.int(ARRAYS[column])?;
+            crcs[column] = u32::try_from(crc).map_err(|_| {
+                Error::Wire(format!("{}: {crc} is not a crc32c", field(ARRAYS[column])))
+            })?;
+        }
+        self.key("version_spans")?;
+        let mut version_spans = Vec::new();
+        for _ in 0..self.any_array("version_spans")? {
+            self.array("version_spans", 3)?;
+            version_spans.push(Span {
+                start: self.int("version_spans")?,
+                stop: self.int("version_spans")?,
+                version: self.int("version_spans")?,
+            });
+        }
+        let segment = Segment {
+            kind,
+            token_ids: &[],
+            logprobs: &[],
+            action_mask: &[],
+            version_spans,
+        };
+        Ok((segment, place, crcs))
+    }
+
+    fn meta(&mut self) -> Result<Meta> {
+        use rmp::Marker as M;
+        let marker = self.0.first().map(|byte| M::from_u8(*byte));
+        Ok(match marker {
+            Some(M::Null) => self.skip(Meta::Null),
+            Some(M::True) => self.skip(Meta::Bool(true)),
+            Some(M::False) => self.skip(Meta::Bool(false)),
+            Some(M::F64) => Meta::Float(self.float("metadata")?),
+            Some(M::FixStr(_) | M::Str8 | M::Str16 | M::Str32) => {
+                Meta::Text(self.text("metadata")?.to_owned())
+            }
+            _ => Meta::Int(self.int("metadata")?),
+        })
+    }
+
+    fn skip(&mut self, value: Meta) -> Meta {
+        self.0 = &self.0[1..];
+        value
+    }
+
+    fn key(&mut self, name: &str) -> Result<()> {
+        match self.text(name) {
+            Ok(found) if found == name => Ok(()),
+            Ok(found) => wire(format!(
+                "header: field {found:?} where {name:?} is expected"
+            )),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn text(&mut self, field: &str) -> Result<&'a str> {
+        let length = rmp::decode::read_str_len(&mut self.0).map_err(|_| bad(field, "text"))?;
+        let bytes = self.take(field, length)?;
+        std::str::from_utf8(bytes).map_err(|_| bad(field, "UTF-8 text"))
+    }
+
+    fn id(&mut self) -> Result<[u8; 16]> {
+        let length = rmp::decode::read_bin_len(&mut self.0).map_err(|_| bad("id", "16 bytes"))?;
+        let bytes = self.take("id", length)?;
+        bytes.try_into().map_err(|_| bad("id", "16 bytes"))
+    }
+
+    fn take(&mut self, field: &str, length: u32) -> Result<&'a [u8]> {
+        match self.0.split_at_checked(length as usize) {
+            Some((bytes, rest)) => {
+                self.0 = rest;
+                Ok(bytes)
+            }
+            None => wire(format!(
+                "{field}: announces {length} bytes, {} are left in the header",
+                self.0.len()
+            )),
+        }
+    }
+
+    fn int(&mut self, field: &str) -> Result<i64> {
+        rmp::decode::read_int(&mut self.0).map_err(|_| bad(field, "a 64-bit integer"))
+    }
+
+    fn size(&mut self, field: &str) -> Result<usize> {
+        rmp::decode::read_int(&mut self.0).map_err(|_| bad(field, "a size"))
+    }
+
+    fn float(&mut self, field: &str) -> Result<f64> {
+        rmp::decode::read_f64(&mut self.0).map_err(|_| bad(field, "a 64-bit float"))
+    }
+
+    fn nullable<T>(&mut self, read: impl FnOnce(&mut Self) -> Result<T>) -> Result<Option<T>> {
+        if self.0.first() == Some(&0xc0) {
+            self.0 = &self.0[1..];
+            return Ok(None);
+        }
+        read(self).map(Some)
+    }
+
+    fn any_array(&mut self, field: &str) -> Result<usize> {
+        let length =
+            rmp::decode::read_array_len(&mut self.0).map_err(|_| bad(field, "an array"))? as usize;
+        if length > self.0.len() {
+            return wire(format!(
+                "{field}: announces {length} entries, {} bytes are left in the header",
+                self.0.len()
+            ));
+        }
+        Ok(length)
+    }
+
+    fn array(&mut self, field: &str, length: usize) -> Result<()> {
+        match self.any_array(field)? {
+            found if found == length => Ok(()),
+            found => wire(format!("{field}: {found} entries, expected {length}")),
+        }
+    }
+
+    fn map<T>(
+        &mut self,
+        field: &str,
+        mut entry: impl FnMut(&mut Self) -> Result<T>,
+    ) -> Result<Vec<T>> {
+        let length =
+            rmp::decode::read_map_len(&mut self.0).map_err(|_| bad(field, "a map"))? as usize;
+        if length > MAX_KEYS {
+            return wire(format!(
+                "{field}: announces {length} entries, at most {MAX_KEYS}"
+            ));
+        }
+        (0..length).map(|_| entry(self)).collect()
+    }
+}
+
+fn bad(field: &str, expected: &str) -> Error {
+    Error::Wire(format!("{field}: missing, cut short or not {expected}"))
+}

@@ -76,7 +76,10 @@ pub fn guard<T>(call: impl FnOnce() -> sao_core::Result<T>) -> PyResult<T> {
                 .map(String::as_str)
                 .or_else(|| payload.downcast_ref::<&str>().copied())
                 .unwrap_or("unknown panic");
-            Err(raise(|c| &c.base, format!("internal error of the native core: {text}")))
+            Err(raise(
+                |c| &c.base,
+                format!("internal error of the native core: {text}"),
+            ))
         }
     }
 }

@@ -1,7 +1,248 @@
 //! Bindings of `sao_core::ledger`.
+
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use sao_core::ledger as core;
+use sao_core::Error;
+
+use crate::error::{guard, to_py};
+
+/// A count or ordinal: an integer from 0 to 2^63 - 1.
+struct Natural(u64);
+
+impl<'py> FromPyObject<'_, 'py> for Natural {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let number = value
+            .extract::<i64>()
+            .ok()
+            .and_then(|n| u64::try_from(n).ok());
+        number.map(Natural).ok_or_else(|| {
+            let shown = value
+                .repr()
+                .map_or_else(|_| "?".into(), |text| text.to_string());
+            to_py(Error::Ledger(format!(
+                "{shown} is not an integer from 0 to 2^63 - 1"
+            )))
+        })
+    }
+}
+
+fn ledger_error(text: impl Into<String>) -> PyErr {
+    to_py(Error::Ledger(text.into()))
+}
+
+/// Where every task of a run is and where every sampled token went; see `sao._core.pyi`.
+#[pyclass(frozen, module = "sao._core")]
+struct Ledger {
+    inner: Mutex<Option<core::Ledger>>,
+}
+
+impl Ledger {
+    fn lock(&self) -> MutexGuard<'_, Option<core::Ledger>> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn with<T>(&self, call: impl FnOnce(&mut core::Ledger) -> sao_core::Result<T>) -> PyResult<T> {
+        guard(|| match self.lock().as_mut() {
+            Some(ledger) => call(ledger),
+            None => Err(Error::Closed("the ledger is closed".into())),
+        })
+    }
+}
+
+#[pymethods]
+impl Ledger {
+    #[new]
+    #[pyo3(signature = (path = None))]
+    fn new(py: Python<'_>, path: Option<PathBuf>) -> PyResult<Self> {
+        let ledger = py.detach(|| guard(|| core::Ledger::open(path.as_deref())))?;
+        Ok(Self {
+            inner: Mutex::new(Some(ledger)),
+        })
+    }
+
+    fn issue(&self, ordinal: Natural) -> PyResult<u64> {
+        self.with(|ledger| ledger.issue(ordinal.0))
+    }
+
+    fn generating(&self, ordinal: Natural, attempt: Natural) -> PyResult<()> {
+        self.with(|ledger| ledger.generating(ordinal.0, attempt.0))
+    }
+
+    fn ready(&self, ordinal: Natural, attempt: Natural, sampled_tokens: Natural) -> PyResult<bool> {
+        self.with(|ledger| ledger.ready(ordinal.0, attempt.0, sampled_tokens.0))
+    }
+
+    fn lease(&self, ordinals: Vec<Natural>, lease_id: Natural) -> PyResult<()> {
+        let ordinals: Vec<u64> = ordinals.into_iter().map(|o| o.0).collect();
+        self.with(|ledger| ledger.lease(&ordinals, lease_id.0))
+    }
+
+    fn give_back(&self, lease_id: Natural) -> PyResult<()> {
+        self.with(|ledger| ledger.give_back(lease_id.0))
+    }
+
+    fn trained(
+        &self,
+        lease_id: Natural,
+        step: Natural,
+        trained_tokens: &Bound<'_, PyAny>,
+        masked_tokens: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let lists = (
+            trained_tokens.extract::<Vec<Natural>>(),
+            masked_tokens.extract::<Vec<Natural>>(),
+        );
+        let used = match lists {
+            (Ok(trained), Ok(masked)) if trained.len() == masked.len() => core::Use::Each(
+                trained
+                    .into_iter()
+                    .zip(masked)
+                    .map(|(t, m)| (t.0, m.0))
+                    .collect(),
+            ),
+            (Ok(trained), Ok(masked)) => {
+                return Err(ledger_error(format!(
+                    "trained_tokens has {} entries, masked_tokens {}",
+                    trained.len(),
+                    masked.len()
+                )))
+            }
+            (Err(_), Err(_)) => {
+                let (trained, masked): (Natural, Natural) =
+                    (trained_tokens.extract()?, masked_tokens.extract()?);
+                core::Use::Total(trained.0, masked.0)
+            }
+            _ => {
+                return Err(ledger_error(
+                    "trained_tokens and masked_tokens: give two totals or two lists",
+                ))
+            }
+        };
+        self.with(|ledger| ledger.trained(lease_id.0, step.0, &used))
+    }
+
+    #[pyo3(signature = (ordinal, attempt, reason, sampled_tokens = None))]
+    fn drop(
+        &self,
+        ordinal: Natural,
+        attempt: Natural,
+        reason: &str,
+        sampled_tokens: Option<Natural>,
+    ) -> PyResult<bool> {
+        self.with(|ledger| {
+            ledger.drop_task(ordinal.0, attempt.0, reason, sampled_tokens.map(|n| n.0))
+        })
+    }
+
+    #[pyo3(signature = (ordinal, reason = "requeued", sampled_tokens = None))]
+    fn requeue(
+        &self,
+        ordinal: Natural,
+        reason: &str,
+        sampled_tokens: Option<Natural>,
+    ) -> PyResult<()> {
+        self.with(|ledger| ledger.requeue(ordinal.0, reason, sampled_tokens.map(|n| n.0)))
+    }
+
+    fn waste(&self, reason: &str, sampled_tokens: Natural) -> PyResult<()> {
+        self.with(|ledger| ledger.waste(reason, sampled_tokens.0))
+    }
+
+    fn counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let counts = self.with(|ledger| Ok(ledger.counts()))?;
+        let out = PyDict::new(py);
+        for (name, count) in counts {
+            out.set_item(name, count)?;
+        }
+        Ok(out)
+    }
+
+    fn tokens<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let tokens = self.with(|ledger| Ok(ledger.tokens().clone()))?;
+        let dropped = PyDict::new(py);
+        for (reason, count) in &tokens.dropped {
+            dropped.set_item(reason, count)?;
+        }
+        let out = PyDict::new(py);
+        out.set_item("sampled", tokens.sampled)?;
+        out.set_item("trained", tokens.trained)?;
+        out.set_item("masked", tokens.masked)?;
+        out.set_item("dropped", dropped)?;
+        out.set_item("held", tokens.held)?;
+        Ok(out)
+    }
+
+    fn check(&self) -> PyResult<()> {
+        self.with(|ledger| ledger.check())
+    }
+
+    fn state(&self, ordinal: Natural) -> PyResult<&'static str> {
+        self.with(|ledger| Ok(ledger.state(ordinal.0)))
+    }
+
+    fn unfinished(&self) -> PyResult<Vec<(u64, u64, &'static str)>> {
+        let tasks = self.with(|ledger| Ok(ledger.unfinished()))?;
+        Ok(tasks
+            .into_iter()
+            .map(|(o, a, phase)| (o, a, phase.name()))
+            .collect())
+    }
+
+    fn leases(&self) -> PyResult<Vec<(u64, Vec<u64>)>> {
+        self.with(|ledger| Ok(ledger.leases()))
+    }
+
+    #[getter]
+    fn next_ordinal(&self) -> PyResult<u64> {
+        self.with(|ledger| Ok(ledger.next_ordinal()))
+    }
+
+    #[getter]
+    fn last_step(&self) -> PyResult<Option<u64>> {
+        self.with(|ledger| Ok(ledger.last_step()))
+    }
+
+    #[getter]
+    fn entries(&self) -> PyResult<usize> {
+        self.with(|ledger| Ok(ledger.entries()))
+    }
+
+    fn sync(&self, py: Python<'_>) -> PyResult<()> {
+        // The disk is waited for without the GIL and without the lock, so other threads go on meanwhile.
+        py.detach(|| match self.with(core::Ledger::flush)? {
+            Some(file) => file
+                .sync_data()
+                .map_err(|error| ledger_error(format!("the ledger could not be synced: {error}"))),
+            None => Ok(()),
+        })
+    }
+
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        if self.lock().is_none() {
+            return Ok(());
+        }
+        let done = self.sync(py);
+        *self.lock() = None;
+        done
+    }
+
+    fn __enter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_error))]
+    fn __exit__(&self, py: Python<'_>, _error: &Bound<'_, pyo3::types::PyTuple>) -> PyResult<()> {
+        self.close(py)
+    }
+}
 
 /// Adds this topic to the module.
-pub fn register(_m: &Bound<'_, PyModule>) -> PyResult<()> {
-    Ok(())
+pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_class::<Ledger>()
 }

@@ -1,7 +1,469 @@
-//! Bindings of `sao_core::wire`.
+//! Bindings of `sao_core::{trajectory, wire}`: Python objects in, checked bytes out, and back.
+
+use std::ffi::CStr;
+
+use pyo3::buffer::PyUntypedBuffer;
+use pyo3::exceptions::PyBufferError;
+use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyString, PyTuple};
+use sao_core::trajectory::{
+    Meta, Segment, SegmentKind, Span, TerminationKind, Trajectory, TurnReward,
+};
+use sao_core::wire::{self, Limits, Place};
+
+use crate::error::{guard, validation};
+
+/// Payloads longer than this are worked on without the GIL.
+const DETACH_BYTES: usize = 1 << 16;
+
+/// A contiguous buffer, borrowed from Python for as long as this lives.
+struct Bytes(PyUntypedBuffer);
+
+impl Bytes {
+    fn any(object: &Bound<'_, PyAny>, field: &str) -> PyResult<Self> {
+        let buffer = PyUntypedBuffer::get(object).map_err(|error| {
+            let what = type_name(object);
+            if error.is_instance_of::<PyBufferError>(object.py()) {
+                validation(format!("{field}: {what}: {error}"))
+            } else {
+                validation(format!("{field}: {what} has no buffer; expected bytes, memoryview, zmq.Frame or an array"))
+            }
+        })?;
+        if !buffer.is_c_contiguous() {
+            return Err(validation(format!(
+                "{field}: strides {:?} for shape {:?}, expected a contiguous buffer",
+                buffer.strides(),
+                buffer.shape()
+            )));
+        }
+        Ok(Self(buffer))
+    }
+
+    /// As `any`, with a check of the element type.
+    fn array(
+        object: &Bound<'_, PyAny>,
+        field: &str,
+        dims: usize,
+        formats: &[&CStr],
+        dtype: &str,
+    ) -> PyResult<Self> {
+        let bytes = Self::any(object, field)?;
+        if !formats.contains(&bytes.0.format()) || bytes.0.dimensions() != dims {
+            return Err(validation(format!(
+                "{field}: {} dimension(s) of format {:?}, expected {dims} of {dtype}",
+                bytes.0.dimensions(),
+                bytes.0.format()
+            )));
+        }
+        Ok(bytes)
+    }
+
+    fn slice(&self) -> &[u8] {
+        if self.0.len_bytes() == 0 {
+            return &[];
+        }
+        // SAFETY: the buffer is contiguous, `len_bytes` long and held by `self`. A writable buffer is only read while
+        // the GIL is held (`frozen`), so that Python code cannot change it meanwhile.
+        unsafe { std::slice::from_raw_parts(self.0.buf_ptr().cast::<u8>(), self.0.len_bytes()) }
+    }
+
+    fn frozen(&self) -> bool {
+        self.0.readonly()
+    }
+}
+
+fn type_name(object: &Bound<'_, PyAny>) -> String {
+    object
+        .get_type()
+        .name()
+        .map_or_else(|_| "object".into(), |name| name.to_string())
+}
+
+fn get<'py, T>(object: &Bound<'py, PyAny>, field: &str, expected: &str) -> PyResult<T>
+where
+    T: for<'a> FromPyObject<'a, 'py>,
+{
+    let value = object.getattr(field)?;
+    value.extract().map_err(|_| wrong(&value, field, expected))
+}
+
+fn wrong(value: &Bound<'_, PyAny>, field: &str, expected: &str) -> PyErr {
+    let shown = value
+        .repr()
+        .map_or_else(|_| "?".into(), |text| text.to_string());
+    let shown: String = shown.chars().take(80).collect();
+    validation(format!("{field}: {shown} is not {expected}"))
+}
+
+/// The buffers of one segment; `view` borrows from them.
+struct SegmentBuffers {
+    kind: SegmentKind,
+    token_ids: Bytes,
+    action_mask: Bytes,
+    logprobs: Bytes,
+    spans: Vec<Span>,
+}
+
+impl SegmentBuffers {
+    fn extract(object: &Bound<'_, PyAny>, prefix: &str) -> PyResult<Self> {
+        let py = object.py();
+        let name: String = get(object, "kind", "\"execution\" or \"summary\"")?;
+        let kind = SegmentKind::parse(&name).ok_or_else(|| {
+            validation(format!(
+                "{prefix}kind: {name:?}, expected \"execution\" or \"summary\""
+            ))
+        })?;
+        let array = |name: &Bound<'_, PyString>, dims, formats: &[&CStr], dtype| {
+            Bytes::array(
+                &object.getattr(name)?,
+                &format!("{prefix}{name}"),
+                dims,
+                formats,
+                dtype,
+            )
+        };
+        let token_ids = array(intern!(py, "token_ids"), 1, &[c"i", c"<i"], "int32")?;
+        let action_mask = array(intern!(py, "action_mask"), 1, &[c"?"], "bool")?;
+        let logprobs = array(intern!(py, "logprobs"), 1, &[c"f", c"<f"], "float32")?;
+        let spans = array(
+            intern!(py, "version_spans"),
+            2,
+            &[c"l", c"<l", c"q", c"<q"],
+            "int64",
+        )?;
+        if spans.0.shape()[1] != 3 {
+            return Err(validation(format!(
+                "{prefix}version_spans: shape {:?}, expected (k, 3)",
+                spans.0.shape()
+            )));
+        }
+        let numbers: Vec<i64> = spans
+            .slice()
+            .chunks_exact(8)
+            .map(|b| i64::from_le_bytes([b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]]))
+            .collect();
+        let spans = numbers
+            .chunks_exact(3)
+            .map(|row| Span {
+                start: row[0],
+                stop: row[1],
+                version: row[2],
+            })
+            .collect();
+        Ok(Self {
+            kind,
+            token_ids,
+            action_mask,
+            logprobs,
+            spans,
+        })
+    }
+
+    fn view(&self) -> Segment<'_> {
+        Segment {
+            kind: self.kind,
+            token_ids: self.token_ids.slice(),
+            logprobs: self.logprobs.slice(),
+            action_mask: self.action_mask.slice(),
+            version_spans: self.spans.clone(),
+        }
+    }
+}
+
+fn segments(trajectory: &Bound<'_, PyAny>) -> PyResult<Vec<SegmentBuffers>> {
+    let list = trajectory.getattr("segments")?;
+    let list = list
+        .cast::<PyTuple>()
+        .map_err(|_| wrong(&list, "segments", "a tuple of Segment"))?;
+    let buffers = list.iter().enumerate();
+    buffers
+        .map(|(index, segment)| SegmentBuffers::extract(&segment, &format!("segments[{index}].")))
+        .collect()
+}
+
+/// The trajectory with its arrays borrowed from `buffers`.
+fn extract<'a>(
+    object: &Bound<'_, PyAny>,
+    buffers: &'a [SegmentBuffers],
+) -> PyResult<Trajectory<'a>> {
+    let id: Vec<u8> = get(object, "id", "16 bytes")?;
+    let length = id.len();
+    let id = id
+        .try_into()
+        .map_err(|_| validation(format!("id: {length} bytes, expected 16")))?;
+    let termination = object.getattr("termination")?;
+    let kind: String = get(&termination, "kind", "a termination kind")?;
+    let Some(kind) = TerminationKind::parse(&kind) else {
+        return Err(validation(format!(
+            "termination.kind: {kind:?}, expected \"finished\", \"truncated\" or \"failed\""
+        )));
+    };
+    let turns: Vec<(i64, i64, f64)> = get(
+        object,
+        "turn_rewards",
+        "a tuple of (segment, position, reward)",
+    )?;
+    let turn_rewards = turns
+        .into_iter()
+        .map(|(segment, position, reward)| TurnReward {
+            segment,
+            position,
+            reward,
+        })
+        .collect();
+    Ok(Trajectory {
+        id,
+        task_ordinal: get(object, "task_ordinal", "a 64-bit integer")?,
+        attempt: get(object, "attempt", "a 64-bit integer")?,
+        env: get(object, "env", "text")?,
+        segments: buffers.iter().map(SegmentBuffers::view).collect(),
+        reward: get(object, "reward", "a number or None")?,
+        termination: kind,
+        reason: get(&termination, "reason", "text")?,
+        temperature: get(object, "temperature", "a number")?,
+        turn_rewards,
+        fingerprints: entries(object, "fingerprints", "a policy version: text", |v| {
+            v.extract().ok()
+        })?,
+        timings_s: entries(object, "timings_s", "text: seconds", |v| v.extract().ok())?,
+        metadata: entries(
+            object,
+            "metadata",
+            "text: str, 64-bit int, float, bool or None",
+            meta,
+        )?,
+    })
+}
+
+fn entries<'py, K, V>(
+    object: &Bound<'py, PyAny>,
+    field: &str,
+    expected: &str,
+    read: impl Fn(&Bound<'py, PyAny>) -> Option<V>,
+) -> PyResult<Vec<(K, V)>>
+where
+    K: for<'a> FromPyObject<'a, 'py>,
+{
+    let value = object.getattr(field)?;
+    let map = value
+        .cast::<PyDict>()
+        .map_err(|_| wrong(&value, field, "a dict"))?;
+    map.iter()
+        .map(|(key, value)| match (key.extract().ok(), read(&value)) {
+            (Some(key), Some(value)) => Ok((key, value)),
+            _ => Err(validation(format!(
+                "{field}[{}]: {}, expected {expected}",
+                key.repr()?,
+                value.repr()?
+            ))),
+        })
+        .collect()
+}
+
+fn meta(value: &Bound<'_, PyAny>) -> Option<Meta> {
+    if value.is_none() {
+        Some(Meta::Null)
+    } else if let Ok(flag) = value.cast::<PyBool>() {
+        Some(Meta::Bool(flag.is_true()))
+    } else if value.is_instance_of::<PyInt>() {
+        value.extract().ok().map(Meta::Int)
+    } else if value.is_instance_of::<PyFloat>() {
+        value.extract().ok().map(Meta::Float)
+    } else {
+        value.extract().ok().map(Meta::Text)
+    }
+}
+
+/// Checks one segment; raises `ValidationError`.
+#[pyfunction]
+fn check_segment(segment: &Bound<'_, PyAny>) -> PyResult<()> {
+    let buffers = SegmentBuffers::extract(segment, "")?;
+    guard(|| buffers.view().check("")).map(drop)
+}
+
+/// Checks the fields of a trajectory whose segments were checked when they were built; raises `ValidationError`.
+#[pyfunction]
+fn check_trajectory(trajectory: &Bound<'_, PyAny>, n_actions: usize) -> PyResult<()> {
+    let buffers = segments(trajectory)?;
+    let view = extract(trajectory, &buffers)?;
+    guard(|| view.check_fields(n_actions))
+}
+
+/// Checks and encodes a trajectory: (header, payload).
+#[pyfunction]
+fn encode<'py>(
+    py: Python<'py>,
+    trajectory: &Bound<'py, PyAny>,
+) -> PyResult<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)> {
+    let buffers = segments(trajectory)?;
+    let view = extract(trajectory, &buffers)?;
+    let frozen = buffers
+        .iter()
+        .all(|b| b.token_ids.frozen() && b.action_mask.frozen() && b.logprobs.frozen());
+    let (places, length) =
+        guard(|| wire::layout(view.segments.iter().map(|s| s.action_mask.len())))?;
+    let mut header = Vec::new();
+    let payload = PyBytes::new_with(py, length, |out| {
+        header = if frozen && length > DETACH_BYTES {
+            py.detach(|| guard(|| wire::encode_into(&view, &places, out)))?
+        } else {
+            guard(|| wire::encode_into(&view, &places, out))?
+        };
+        Ok(())
+    })?;
+    Ok((PyBytes::new(py, &header), payload))
+}
+
+fn foreign(error: &PyErr, py: Python<'_>) -> PyErr {
+    crate::error::to_py(sao_core::Error::Wire(error.value(py).to_string()))
+}
+
+fn received(object: &Bound<'_, PyAny>, field: &str) -> PyResult<Bytes> {
+    Bytes::any(object, field).map_err(|error| foreign(&error, object.py()))
+}
+
+fn decode_checked<'a>(
+    py: Python<'_>,
+    header: &'a Bytes,
+    payload: &'a Bytes,
+    limits: Limits,
+) -> PyResult<(Trajectory<'a>, Vec<Place>)> {
+    let (head, body) = (header.slice(), payload.slice());
+    if header.frozen() && payload.frozen() && body.len() > DETACH_BYTES {
+        py.detach(|| guard(|| wire::decode(head, body, limits)))
+    } else {
+        guard(|| wire::decode(head, body, limits))
+    }
+}
+
+/// Checks header and payload; returns the fields, and per segment (kind, length, offsets of ids, log-probs and mask,
+/// version spans as int64 bytes), from which `sao.trajectory.decode` makes views. Raises `WireError`.
+#[pyfunction]
+#[pyo3(signature = (header, payload, max_bytes, max_segments))]
+fn decode<'py>(
+    py: Python<'py>,
+    header: &Bound<'py, PyAny>,
+    payload: &Bound<'py, PyAny>,
+    max_bytes: usize,
+    max_segments: usize,
+) -> PyResult<(Bound<'py, PyDict>, Vec<Bound<'py, PyTuple>>)> {
+    let (header, payload) = (received(header, "header")?, received(payload, "payload")?);
+    let (t, places) = decode_checked(
+        py,
+        &header,
+        &payload,
+        Limits {
+            max_bytes,
+            max_segments,
+        },
+    )?;
+    let fields = PyDict::new(py);
+    fields.set_item(intern!(py, "id"), PyBytes::new(py, &t.id))?;
+    fields.set_item(intern!(py, "task_ordinal"), t.task_ordinal)?;
+    fields.set_item(intern!(py, "attempt"), t.attempt)?;
+    fields.set_item(intern!(py, "env"), &t.env)?;
+    fields.set_item(intern!(py, "reward"), t.reward)?;
+    fields.set_item(
+        intern!(py, "termination"),
+        (t.termination.name(), &t.reason),
+    )?;
+    fields.set_item(intern!(py, "temperature"), t.temperature)?;
+    let turns = t
+        .turn_rewards
+        .iter()
+        .map(|turn| (turn.segment, turn.position, turn.reward));
+    fields.set_item(
+        intern!(py, "turn_rewards"),
+        PyTuple::new(py, turns.collect::<Vec<_>>())?,
+    )?;
+    let fingerprints = PyDict::new(py);
+    for (version, text) in &t.fingerprints {
+        fingerprints.set_item(version, text)?;
+    }
+    fields.set_item(intern!(py, "fingerprints"), fingerprints)?;
+    let timings = PyDict::new(py);
+    for (name, value) in &t.timings_s {
+        timings.set_item(name, value)?;
+    }
+    fields.set_item(intern!(py, "timings_s"), timings)?;
+    let metadata = PyDict::new(py);
+    for (name, value) in &t.metadata {
+        match value {
+            Meta::Null => metadata.set_item(name, py.None())?,
+            Meta::Bool(flag) => metadata.set_item(name, flag)?,
+            Meta::Int(number) => metadata.set_item(name, number)?,
+            Meta::Float(number) => metadata.set_item(name, number)?,
+            Meta::Text(text) => metadata.set_item(name, text)?,
+        }
+    }
+    fields.set_item(intern!(py, "metadata"), metadata)?;
+    let rows = t.segments.iter().zip(&places).map(|(segment, place)| {
+        let [ids, logs, mask] = place.offsets;
+        let spans: Vec<u8> = segment
+            .version_spans
+            .iter()
+            .flat_map(|span| [span.start, span.stop, span.version])
+            .flat_map(i64::to_le_bytes)
+            .collect();
+        (
+            segment.kind.name(),
+            place.tokens,
+            ids,
+            logs,
+            mask,
+            PyBytes::new(py, &spans),
+        )
+            .into_pyobject(py)
+    });
+    Ok((fields, rows.collect::<PyResult<_>>()?))
+}
+
+/// Reads a header alone (or, with the payload, checks all of both) and returns its facts. Raises `WireError`.
+#[pyfunction]
+#[pyo3(signature = (header, payload = None, *, max_bytes = wire::DEFAULT_MAX_BYTES, max_segments = wire::DEFAULT_MAX_SEGMENTS))]
+fn summary<'py>(
+    py: Python<'py>,
+    header: &Bound<'py, PyAny>,
+    payload: Option<&Bound<'py, PyAny>>,
+    max_bytes: usize,
+    max_segments: usize,
+) -> PyResult<Bound<'py, PyDict>> {
+    let limits = Limits {
+        max_bytes,
+        max_segments,
+    };
+    let header = received(header, "header")?;
+    if let Some(payload) = payload {
+        let payload = received(payload, "payload")?;
+        decode_checked(py, &header, &payload, limits)?;
+    }
+    let found = guard(|| wire::summary(header.slice(), limits))?;
+    let out = PyDict::new(py);
+    out.set_item("id", PyBytes::new(py, &found.id))?;
+    out.set_item("task_ordinal", found.task_ordinal)?;
+    out.set_item("attempt", found.attempt)?;
+    out.set_item("env", found.env)?;
+    out.set_item("n_tokens", found.counts.tokens)?;
+    out.set_item("n_actions", found.counts.actions)?;
+    out.set_item("n_segments", found.n_segments)?;
+    out.set_item("min_version", found.counts.min_version)?;
+    out.set_item("max_version", found.counts.max_version)?;
+    out.set_item("termination", found.termination.name())?;
+    out.set_item("reason", found.reason)?;
+    out.set_item("reward", found.reward)?;
+    out.set_item("payload_bytes", found.payload_bytes)?;
+    Ok(out)
+}
 
 /// Adds this topic to the module.
-pub fn register(_m: &Bound<'_, PyModule>) -> PyResult<()> {
-    Ok(())
+pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_function(wrap_pyfunction!(check_segment, m)?)?;
+    m.add_function(wrap_pyfunction!(check_trajectory, m)?)?;
+    m.add_function(wrap_pyfunction!(encode, m)?)?;
+    m.add_function(wrap_pyfunction!(decode, m)?)?;
+    m.add_function(wrap_pyfunction!(summary, m)?)?;
+    m.add("MAX_PAYLOAD_BYTES", wire::DEFAULT_MAX_BYTES)?;
+    m.add("MAX_SEGMENTS", wire::DEFAULT_MAX_SEGMENTS)?;
+    m.add("MAX_HEADER_BYTES", wire::MAX_HEADER_BYTES)
 }

@@ -1,0 +1,190 @@
+//! What happens to tasks, as the records of the ledger's file.
+
+/// One step of the ledger.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Event {
+    Issue {
+        ordinal: u64,
+    },
+    Generating {
+        ordinal: u64,
+        attempt: u64,
+    },
+    Ready {
+        ordinal: u64,
+        attempt: u64,
+        tokens: u64,
+    },
+    Lease {
+        lease: u64,
+        ordinals: Vec<u64>,
+    },
+    GiveBack {
+        lease: u64,
+    },
+    Trained {
+        lease: u64,
+        step: u64,
+        trained: u64,
+        masked: u64,
+    },
+    Drop {
+        ordinal: u64,
+        attempt: u64,
+        reason: String,
+        tokens: Option<u64>,
+    },
+    Requeue {
+        ordinal: u64,
+        reason: String,
+        tokens: Option<u64>,
+    },
+    Waste {
+        reason: String,
+        tokens: u64,
+    },
+}
+
+impl Event {
+    /// The record: a tag, then numbers as LEB128 varints, then the reason.
+    pub(crate) fn bytes(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(32);
+        match self {
+            Self::Issue { ordinal } => put(&mut out, 1, &[*ordinal]),
+            Self::Generating { ordinal, attempt } => put(&mut out, 2, &[*ordinal, *attempt]),
+            Self::Ready {
+                ordinal,
+                attempt,
+                tokens,
+            } => put(&mut out, 3, &[*ordinal, *attempt, *tokens]),
+            Self::Lease { lease, ordinals } => {
+                put(&mut out, 4, &[*lease]);
+                ordinals
+                    .iter()
+                    .for_each(|ordinal| varint(&mut out, *ordinal));
+            }
+            Self::GiveBack { lease } => put(&mut out, 5, &[*lease]),
+            Self::Trained {
+                lease,
+                step,
+                trained,
+                masked,
+            } => put(&mut out, 6, &[*lease, *step, *trained, *masked]),
+            Self::Drop {
+                ordinal,
+                attempt,
+                reason,
+                tokens,
+            } => {
+                put(&mut out, 7, &[*ordinal, *attempt, optional(*tokens)]);
+                out.extend_from_slice(reason.as_bytes());
+            }
+            Self::Requeue {
+                ordinal,
+                reason,
+                tokens,
+            } => {
+                put(&mut out, 8, &[*ordinal, optional(*tokens)]);
+                out.extend_from_slice(reason.as_bytes());
+            }
+            Self::Waste { reason, tokens } => {
+                put(&mut out, 9, &[*tokens]);
+                out.extend_from_slice(reason.as_bytes());
+            }
+        }
+        out
+    }
+
+    /// The event of a record, `None` when it is none.
+    pub(crate) fn parse(payload: &[u8]) -> Option<Self> {
+        let (tag, mut rest) = payload.split_first()?;
+        let rest = &mut rest;
+        let event = match tag {
+            1 => Self::Issue {
+                ordinal: take(rest)?,
+            },
+            2 => Self::Generating {
+                ordinal: take(rest)?,
+                attempt: take(rest)?,
+            },
+            3 => Self::Ready {
+                ordinal: take(rest)?,
+                attempt: take(rest)?,
+                tokens: take(rest)?,
+            },
+            4 => {
+                let (lease, mut ordinals) = (take(rest)?, Vec::new());
+                while !rest.is_empty() {
+                    ordinals.push(take(rest)?);
+                }
+                Self::Lease { lease, ordinals }
+            }
+            5 => Self::GiveBack { lease: take(rest)? },
+            6 => Self::Trained {
+                lease: take(rest)?,
+                step: take(rest)?,
+                trained: take(rest)?,
+                masked: take(rest)?,
+            },
+            7 => {
+                let (ordinal, attempt, tokens) =
+                    (take(rest)?, take(rest)?, take(rest)?.checked_sub(1));
+                Self::Drop {
+                    ordinal,
+                    attempt,
+                    tokens,
+                    reason: text(rest)?,
+                }
+            }
+            8 => {
+                let (ordinal, tokens) = (take(rest)?, take(rest)?.checked_sub(1));
+                Self::Requeue {
+                    ordinal,
+                    tokens,
+                    reason: text(rest)?,
+                }
+            }
+            9 => Self::Waste {
+                tokens: take(rest)?,
+                reason: text(rest)?,
+            },
+            _ => return None,
+        };
+        rest.is_empty().then_some(event)
+    }
+}
+
+fn put(out: &mut Vec<u8>, tag: u8, numbers: &[u64]) {
+    out.push(tag);
+    numbers.iter().for_each(|number| varint(out, *number));
+}
+
+/// 0 for none, else the number plus one (numbers are below 2^63).
+fn optional(number: Option<u64>) -> u64 {
+    number.map_or(0, |number| number.saturating_add(1))
+}
+
+fn varint(out: &mut Vec<u8>, mut number: u64) {
+    while number >= 0x80 {
+        out.push(number as u8 | 0x80);
+        number >>= 7;
+    }
+    out.push(number as u8);
+}
+
+fn take(rest: &mut &[u8]) -> Option<u64> {
+    let mut number = 0u64;
+    for shift in (0..64).step_by(7) {
+        let (byte, tail) = rest.split_first()?;
+        *rest = tail;
+        number |= u64::from(byte & 0x7f) << shift;
+        if byte & 0x80 == 0 {
+            return Some(number);
+        }
+    }
+    None
+}
+
+fn text(rest: &mut &[u8]) -> Option<String> {
+    String::from_utf8(std::mem::take(rest).to_vec()).ok()
+}
