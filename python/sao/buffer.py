@@ -61,9 +61,9 @@ class TrajectoryBuffer:
     Args:
         max_trajectories: trajectories kept at most, held ones included.
         max_bytes: encoded bytes kept at most, held ones and those still viewed included.
-        policy: what `put` does when there is no room: `block` waits, `reject` raises `FullError`, `drop_oldest` drops the
-            first in order, `drop_stalest` the one with the oldest policy version. Held trajectories are never dropped;
-            when nothing else is left the dropping policies wait.
+        policy: what `put` does when there is no room: `block` waits, `reject` raises `FullError`, `drop_oldest` drops
+            the first in order, `drop_stalest` the one with the oldest policy version. Held trajectories are never
+            dropped; when nothing else is left the dropping policies wait.
 
     Raises `ValidationError` for a limit below 1 or an unknown policy.
     """

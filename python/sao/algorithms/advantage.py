@@ -8,8 +8,8 @@ two steps (SAO, arXiv 2607.07508, Eq. 4-5):
     target_k = A_k^(lambda_critic) + V_k
 
 V_k is the critic's value of the prefix *before* token k. After the last step V is 0, or the bootstrap value of a
-truncated trajectory. `lambda_policy=None` is length-adaptive: lambda = 1 - 1 / (alpha * L), clamped to [0, 1], with the L
-action tokens of *all* segments of the trajectory.
+truncated trajectory. `lambda_policy=None` is length-adaptive: lambda = 1 - 1 / (alpha * L), clamped to [0, 1], with
+the L action tokens of *all* segments of the trajectory.
 
 Across context compactions (CompactionRL, arXiv 2607.05378), `cross_segment`:
 
