@@ -1,11 +1,177 @@
-"""The native core of `sao` (Rust, built from `rust/python`). Every function raises only classes of `sao.errors`."""
+"""The native core. Arrays must be one-dimensional, contiguous and of the dtype named (`TypeError` otherwise)."""
 
-from collections.abc import Buffer, Sequence
+from collections.abc import Sequence
 from os import PathLike
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, final
 
-# --- trajectory and wire ---
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Buffer as BytesLike
+
+# Versions, packing, advantages
+
+@final
+class VersionClock:
+    """The current policy version, shared by threads; advanced only by a committed update."""
+
+    def __new__(cls, version: int = 0) -> VersionClock: ...
+    @property
+    def version(self) -> int: ...
+    def advance(self, to: int) -> None:
+        """Moves to `to` and wakes who waits. Raises `ValidationError` unless it exceeds the current version."""
+
+    def wait(self, version: int, timeout_s: float | None = None) -> int:
+        """Parks until the version is at least `version`; returns it. Raises `DeadlineError`."""
+
+@final
+class Admission:
+    """Bounds the rollouts in flight so that none trained in order of start lags by more than `max_lag` steps."""
+
+    def __new__(cls, max_lag: int, batch: int) -> Admission: ...
+    def permits(self, steps: int, trained: int, leased: int, ready: int, running: int) -> int:
+        """(max_lag + steps + 1) * batch - (trained + leased + ready + running), at least 0.
+
+        `steps` counts committed learner steps, those of a critic warm-up included.
+        """
+
+def token_lags(
+    action_mask: NDArray[np.bool_] | NDArray[np.uint8], version_spans: NDArray[np.int64], learner_version: int
+) -> NDArray[np.int32]:
+    """Lag of each token: learner_version - version on action tokens, -1 elsewhere; int32 [n].
+
+    `version_spans` int64 [k, 3]: rows (start, stop, version), sorted, disjoint. Lag 0 is a token of the very version that
+    is about to be updated. Raises `ValidationError` for a version ahead of the learner's, an action token in no span, or
+    spans out of order.
+    """
+
+def pack(lengths: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Packs items into few bins of `capacity`: best fit, longest first, deterministic.
+
+    Returns (order int64 [n], offsets int64 [bins + 1]): bin b holds the items order[offsets[b]:offsets[b + 1]].
+    Raises `ValidationError` naming index, length and capacity of the first item that is not in 1..capacity.
+    """
+
+@final
+class Plan:
+    """Where every segment of a learner step goes. `position` is its first token inside the row."""
+
+    @property
+    def rank(self) -> NDArray[np.int32]: ...
+    @property
+    def micro_batch(self) -> NDArray[np.int32]: ...
+    @property
+    def row(self) -> NDArray[np.int32]: ...
+    @property
+    def position(self) -> NDArray[np.int32]: ...
+    @property
+    def costs(self) -> NDArray[np.float64]:
+        """Cost of each micro-batch, [ranks, n_micro_batches]."""
+
+    @property
+    def n_micro_batches(self) -> int: ...
+    @property
+    def hash(self) -> int:
+        """64-bit hash of the input and the whole plan; ranks compare it before they step."""
+
+def plan(
+    lengths: NDArray[np.int64],
+    ranks: int,
+    row_tokens: int,
+    rows_per_micro_batch: int,
+    *,
+    linear_cost: float = 24576.0,
+    quadratic_cost: float = 1.0,
+) -> Plan:
+    """Lays segments out over ranks, micro-batches and rows; deterministic.
+
+    No row exceeds `row_tokens`. Every rank has the same number of micro-batches, the least that holds all rows; a rank
+    may have fewer rows in one, or none at all, but no micro-batch is empty on all ranks. Rows are balanced by cost,
+    linear_cost * l + quadratic_cost * l^2 per segment of l tokens (only the ratio matters; the default suits 7B models).
+    Raises `ValidationError` for no segments, for a length outside 1..row_tokens (naming index, length and limit) and for
+    parameters out of range.
+    """
+
+def advantages(
+    values: NDArray[np.float32],
+    action_mask: NDArray[np.bool_] | NDArray[np.uint8],
+    segment_offsets: NDArray[np.int64],
+    trajectory_offsets: NDArray[np.int64],
+    rewards: NDArray[np.float32],
+    *,
+    gamma: float,
+    lambda_policy: float | None,
+    lambda_alpha: float,
+    lambda_critic: float,
+    cross_segment: Literal["paper", "chained", "none"] | str = "paper",
+    skip_observations: bool = True,
+    bootstrap: NDArray[np.float32] | None = None,
+    turn_rewards: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None,
+    threads: int = 0,
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float64]]:
+    """(advantages, targets, lambdas); documented at `sao.advantages`."""
+
+# The buffer of encoded trajectories
+
+@final
+class Buffer:
+    """A bounded buffer of encoded trajectories; `sao.TrajectoryBuffer` is the same for decoded ones."""
+
+    def __new__(cls, max_trajectories: int, max_bytes: int, policy: str = "block") -> Buffer: ...
+    def put(
+        self, header: BytesLike, payload: BytesLike, *, min_version: int, timeout_s: float | None = None
+    ) -> dict[str, Any] | None:
+        """Copies one in; returns None or what the policy dropped for it: {"reason": str, "headers": list[bytes]}.
+
+        Raises `DeadlineError`, `FullError`, `ClosedError`; `ValidationError` at once for one that can never fit.
+        """
+
+    def take(self, n: int, timeout_s: float | None = None) -> list[Lease]:
+        """Leases `n` in order of completion, all or none. Raises `DeadlineError`, `ClosedError`, `ValidationError`."""
+
+    def try_take(self, n: int) -> list[Lease]:
+        """As `take` without waiting: empty when fewer than `n` are ready or others wait for theirs."""
+
+    def advance(self, version: int, keep_from: int | None = None) -> list[bytes]:
+        """Notes the policy version; drops what is ready with min_version < keep_from and returns the headers."""
+
+    def stats(self) -> dict[str, Any]:
+        """trajectories (ready + leased), ready, leased, copying, bytes, received, committed, dropped {reason: n},
+        waiting_takes, waiting_puts, version, closed.
+        """
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """Each trajectory held, in order of completion: sequence, state (ready | leased), bytes, min_version."""
+
+    def close(self) -> None:
+        """Wakes everybody who waits with `ClosedError` and frees what is ready; leases and views stay valid."""
+
+    def __len__(self) -> int:
+        """Trajectories ready to be taken."""
+
+@final
+class Lease:
+    """One trajectory taken out; dropping it unsettled gives it back. Settled leases raise `ClosedError`."""
+
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def min_version(self) -> int: ...
+    @property
+    def header(self) -> View: ...
+    @property
+    def payload(self) -> View: ...
+    def commit(self) -> None: ...
+    def give_back(self) -> None: ...
+
+@final
+class View:
+    """Read-only bytes (buffer protocol, 64-byte aligned) in the buffer's memory, kept alive by whoever views them."""
+
+    def __len__(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+# Trajectories as bytes
 
 MAX_PAYLOAD_BYTES: int
 MAX_SEGMENTS: int
@@ -15,11 +181,11 @@ def check_segment(segment: Any) -> None: ...
 def check_trajectory(trajectory: Any, n_actions: int) -> None: ...
 def encode(trajectory: Any) -> tuple[bytes, bytes]: ...
 def decode(
-    header: Buffer, payload: Buffer, max_bytes: int, max_segments: int
+    header: BytesLike, payload: BytesLike, max_bytes: int, max_segments: int
 ) -> tuple[dict[str, Any], list[tuple[str, int, int, int, int, bytes]]]: ...
 def summary(
-    header: Buffer,
-    payload: Buffer | None = None,
+    header: BytesLike,
+    payload: BytesLike | None = None,
     *,
     max_bytes: int = ...,
     max_segments: int = ...,
@@ -31,8 +197,9 @@ def summary(
     failed), payload_bytes. Raises `WireError`.
     """
 
-# --- ledger ---
+# The ledger
 
+@final
 class Ledger:
     """Where every task of a run is and where every sampled token went; any thread may call it.
 
@@ -45,7 +212,7 @@ class Ledger:
     buffered in memory until 64 KiB are due or `sync`, which also waits for the disk: call it before telling anyone.
     """
 
-    def __init__(self, path: str | PathLike[str] | None = None) -> None:
+    def __new__(cls, path: str | PathLike[str] | None = None) -> Ledger:
         """Opens or creates the file. Raises `LedgerError` naming file and byte offset when it is damaged; a torn tail
         (what a crash left of the last write) is cut off."""
     def issue(self, ordinal: int) -> int:
@@ -61,8 +228,8 @@ class Ledger:
     def trained(
         self, lease_id: int, step: int, trained_tokens: int | Sequence[int], masked_tokens: int | Sequence[int]
     ) -> None:
-        """Learner step `step` (must advance) used the lease: totals, or per task in the order of the lease (tasks dropped
-        from it left out). trained + masked must be the tokens that the lease holds."""
+        """Learner step `step` (must advance) used the lease: totals, or per task in the order of the lease (without
+        tasks dropped from it). trained + masked must be the tokens that the lease holds."""
     def drop(self, ordinal: int, attempt: int, reason: str, sampled_tokens: int | None = None) -> bool:
         """The unfinished task ends without training; also out of a lease. False: late, nothing changed.
 

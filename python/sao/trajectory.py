@@ -1,7 +1,7 @@
 """What a rollout is, once, for everybody: `Segment`, `SegmentBuilder`, `Trajectory`, and their bytes.
 
-Token ids from the engine are the only truth: nothing here decodes text or repairs an array. The rules are checked by the
-native core, the same ones when an object is built and when bytes from outside are decoded.
+Token ids from the engine are the only truth: nothing here decodes text or repairs an array. The rules are checked by
+the native core, the same ones when an object is built and when bytes from outside are decoded.
 `docs/reference/wire.md` describes the bytes.
 """
 
@@ -138,8 +138,8 @@ class Trajectory:
     """One logical rollout: segments in order and what came of them.
 
     `reward` is finite, or None exactly when the rollout failed: a failure is never a number. `temperature` is that of
-    every sampled token (0: greedy). `turn_rewards`: (segment index, token position, reward) on sampled tokens, in order,
-    in addition to `reward`. `fingerprints`: policy version -> fingerprint of the weights that sampled. `timings_s`:
+    every sampled token (0: greedy). `turn_rewards`: (segment index, token position, reward) on sampled tokens, in
+    order, in addition to `reward`. `fingerprints`: policy version -> fingerprint of the weights that sampled. `timings_s`:
     durations in seconds. At least one token was sampled unless the rollout failed.
 
     Raises `ValidationError` naming field, index and value.
@@ -211,9 +211,9 @@ def encode(trajectory: Trajectory) -> tuple[bytes, bytes]:
 def decode(
     header: Any, payload: Any, *, max_bytes: int = _core.MAX_PAYLOAD_BYTES, max_segments: int = _core.MAX_SEGMENTS
 ) -> Trajectory:
-    """The trajectory in these two buffers (bytes, memoryview, zmq.Frame, ...); its arrays are read-only views of `payload`.
+    """The trajectory in these two buffers (bytes, memoryview, zmq.Frame, ...).
 
-    Checksums and every rule are checked before anything is built. The views keep the payload alive; a payload that can
+    Its arrays are read-only views of `payload`, nothing is copied. Checksums and every rule are checked before anything is built. The views keep the payload alive; a payload that can
     be written to must not be changed while they are in use. Raises `WireError` when the bytes are corrupt, cut short,
     longer than `max_bytes`, of another format or not a trajectory.
     """
@@ -290,7 +290,8 @@ def _check_layout(array: NDArray[Any], name: str, shape: str, dtype_ok: bool, ex
     shape_ok = array.ndim == 1 if shape == "(n,)" else array.ndim == 2 and array.shape[1] == 3
     if not (dtype_ok and shape_ok):
         raise ValidationError(
-            f"{name}: dtype {array.dtype}, shape {array.shape}, strides {array.strides}; expected {expected}, shape {shape}"
+            f"{name}: dtype {array.dtype}, shape {array.shape}, strides {array.strides}; "
+            f"expected {expected}, shape {shape}"
         )
 
 
