@@ -48,8 +48,9 @@ class SlotCache(Cache):
 
     def clear(self) -> None:
         """Zeroes everything: a NaN that a broken version left behind would reach others through 0 x NaN."""
-        for tensor in (*self._keys, *self._values):
-            tensor.zero_()
+        with torch.inference_mode():  # the tensors were made in it
+            for tensor in (*self._keys, *self._values):
+                tensor.zero_()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: positions and mask are always given to the model, nothing is derived from the cache."""

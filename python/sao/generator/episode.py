@@ -1,0 +1,227 @@
+"""One rollout: the policy and an environment take turns until one of them, or a limit, ends it.
+
+What becomes of it is one of three things, never a mixture. *finished*: the environment said so, with a reward.
+*truncated*: out of turns ("max_turns") or of context ("context"); the environment gave no final reward, so the rollout
+keeps the rewards of its turns and gets 0 (or the nearest number in the environment's range) for its end. *failed*: an
+exception with a reason code; a failure has no reward at all.
+
+A turn that was cut by the response limit goes to the environment like any other (stop reason "length"); the end of
+the turn is then added as context, since the policy did not sample it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from sao.config import Config
+from sao.envs.protocol import Environment, check_messages, check_step
+from sao.errors import EngineError, EnvironmentFailure
+from sao.generator.engine import Completion, Engine, Request, check_completion
+from sao.generator.render import Renderer
+from sao.generator.sampling import derive_seed
+from sao.generator.window import Window
+from sao.trajectory import Termination, Trajectory
+
+T = TypeVar("T")
+_GRACE_S = 0.5  # that a call past its deadline gets to end after it was cancelled
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What the broker hands out: one task ordinal, its attempt, the environment's seed and the split."""
+
+    ordinal: int
+    attempt: int
+    seed: int
+    split: Literal["train", "eval"]
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far an episode is; kept by the caller, so that a failure can still say what it had cost."""
+
+    turns: int = 0
+    sampled_tokens: int = 0
+
+
+async def run_episode(
+    engine: Engine,
+    env: Environment,
+    renderer: Renderer,
+    task: Task,
+    config: Config,
+    *,
+    sampling_seed: int | None = None,
+    progress: Progress | None = None,
+) -> Trajectory:
+    """Plays one episode and closes the environment, exactly once, on every path.
+
+    sampling_seed: every turn's request gets a seed derived from it and the task; None: the engine's own stream.
+    Returns a trajectory with at least one sampled token and a reward. Raises `EngineError` and `EnvironmentFailure`
+    (reason `reset_error`, `step_error`, `timeout`, `bad_reward`, `prompt_too_long`, or the environment's own).
+    """
+    episode = _Episode(engine, env, renderer, task, config, sampling_seed, progress or Progress())
+    try:
+        return await episode.play()
+    finally:
+        try:
+            await engine.release(episode.session)
+        finally:
+            await _close(env, config.env.step_timeout_s)
+
+
+class _Episode:
+    def __init__(
+        self,
+        engine: Engine,
+        env: Environment,
+        renderer: Renderer,
+        task: Task,
+        config: Config,
+        sampling_seed: int | None,
+        progress: Progress,
+    ) -> None:
+        self.engine, self.env, self.renderer, self.task, self.config = engine, env, renderer, task, config
+        self.session = f"{task.split}/{task.ordinal}/{task.attempt}"
+        self.temperature = config.eval.temperature if task.split == "eval" else config.sampling.temperature
+        self.sampling_seed, self.progress = sampling_seed, progress
+        self.window = Window(renderer, config.sampling.context_tokens)
+        self.turn_rewards: list[tuple[int, int, float]] = []
+        self.stop_reasons: list[str] = []
+        self.fingerprints: dict[int, str] = {}
+        self.timings_s = {"reset": 0.0, "generate": 0.0, "step": 0.0}
+
+    async def play(self) -> Trajectory:
+        limit_s, max_turns = self.config.env.step_timeout_s, self.config.env.max_turns
+        messages = check_messages(
+            await self._timed("reset", bounded(self.env.reset(self.task.seed, self.task.split), limit_s, "reset")),
+            "reset",
+        )
+        if not self.window.open(messages):
+            size = self.renderer.initial(messages).size
+            raise EnvironmentFailure(
+                "prompt_too_long", f"{size} tokens, sampling.context_tokens = {self.config.sampling.context_tokens}"
+            )
+        while True:
+            completion = await self._generate()
+            text = self.renderer.decode(completion.token_ids)
+            raw = await self._timed("step", bounded(self.env.step(text), limit_s, "step"))
+            result = check_step(raw, self.env.reward_range)
+            if result.done:
+                assert result.reward is not None
+                return self._end(Termination("finished"), result.reward)
+            if result.reward is not None:
+                self.turn_rewards.append((self.window.segment_index, self.window.ids.size - 1, result.reward))
+            if self.progress.turns >= max_turns:
+                return self._end(Termination("truncated", "max_turns"), self._no_reward())
+            if not self.window.observe(result.messages):
+                return self._end(Termination("truncated", "context"), self._no_reward())
+
+    async def _generate(self) -> Completion:
+        """Samples one turn: at most the response limit, at most the room that is left."""
+        turn = self.progress.turns
+        request = Request(
+            id=f"{self.session}/{turn}",
+            session=self.session,
+            prompt_ids=self.window.ids,
+            max_new_tokens=min(self.config.sampling.max_response_tokens, self.window.room_tokens),
+            temperature=self.temperature,
+            stop_token_ids=self.renderer.stop_token_ids,
+            seed=None if self.sampling_seed is None else derive_seed(self.sampling_seed, self.session, turn),
+        )
+        completion = await self._timed("generate", self.engine.generate(request))
+        if completion.token_ids is not None:
+            self.progress.sampled_tokens += len(completion.token_ids)
+        check_completion(request, completion)
+        if completion.stop_reason in ("abort", "context"):
+            raise EngineError(f"aborted: request {request.id}: the engine ended it with {completion.stop_reason}")
+        for version, mark in completion.fingerprints.items():
+            if self.fingerprints.setdefault(version, mark) != mark:
+                raise EngineError(
+                    f"bad_completion: request {request.id}: version {version} has fingerprint {mark}, "
+                    f"before it was {self.fingerprints[version]}"
+                )
+        self.window.sampled(completion)
+        self.progress.turns += 1
+        self.stop_reasons.append(completion.stop_reason)
+        return completion
+
+    async def _timed(self, what: str, call: Awaitable[T]) -> T:
+        began = time.perf_counter()
+        try:
+            return await call
+        finally:
+            self.timings_s[what] += time.perf_counter() - began
+
+    def _no_reward(self) -> float:
+        low, high = self.env.reward_range
+        return min(max(0.0, low), high)
+
+    def _end(self, termination: Termination, reward: float) -> Trajectory:
+        task = self.task
+        name = f"{self.config.run.name}\0{self.config.run.seed}\0{self.session}"
+        return Trajectory(
+            id=hashlib.blake2b(name.encode(), digest_size=16).digest(),
+            task_ordinal=task.ordinal,
+            attempt=task.attempt,
+            env=self.config.env.name,
+            segments=self.window.segments(),
+            reward=reward,
+            termination=termination,
+            temperature=self.temperature,
+            turn_rewards=tuple(self.turn_rewards),
+            fingerprints=self.fingerprints,
+            timings_s=self.timings_s,
+            metadata={
+                "seed": task.seed,
+                "split": task.split,
+                "turns": self.progress.turns,
+                "stop_reasons": ",".join(self.stop_reasons),
+            },
+        )
+
+
+async def bounded(call: Awaitable[T], limit_s: float, what: str) -> T:
+    """Awaits an environment's call for at most `limit_s` seconds.
+
+    A call that does not end when it is cancelled (a tool that blocks in a thread) is left behind: it holds up neither
+    this episode nor any other. Raises `EnvironmentFailure`: "timeout", the environment's own, or "reset_error" /
+    "step_error" for any other exception.
+    """
+    task: asyncio.Future[T] = asyncio.ensure_future(call)
+    try:
+        await asyncio.wait({task}, timeout=limit_s)
+    except asyncio.CancelledError:
+        _abandon(task)
+        raise
+    if not task.done():
+        _abandon(task)
+        await asyncio.wait({task}, timeout=min(_GRACE_S, limit_s))
+        raise EnvironmentFailure("timeout", f"{what} did not return within {limit_s:g} s")
+    try:
+        return task.result()
+    except EnvironmentFailure:
+        raise
+    except (Exception, asyncio.CancelledError) as error:  # an environment may raise anything
+        raise EnvironmentFailure(f"{what}_error", f"{type(error).__name__}: {error}") from error
+
+
+def _abandon(task: asyncio.Future[Any]) -> None:
+    task.cancel()
+    task.add_done_callback(lambda done: None if done.cancelled() else done.exception())  # nobody is left to be told
+
+
+async def _close(env: Environment, limit_s: float) -> None:
+    """Closes the environment; what goes wrong here is logged, the episode's own result stands."""
+    try:
+        await bounded(env.close(), limit_s, "close")
+    except EnvironmentFailure as failure:
+        log.warning("environment: close: %s", failure)
