@@ -1,0 +1,184 @@
+"""Policy and critic: packed segments never meet, heads see chosen positions only, the right parts are frozen."""
+
+import numpy as np
+import pytest
+import torch
+from learner.rollouts import make_config, make_segment, make_trajectory, random_batch
+from tiny_model import make_folder, make_model
+
+from sao.errors import ConfigError, ValidationError
+from sao.learner.batch import flatten, micro_batches, plan_rows
+from sao.learner.model import Critic, Policy, check_packing, freeze_attention, load_critic, load_policy
+from sao.learner.world import World
+
+ALONE = World.alone()
+
+
+def one_batch(trajectories, row_tokens=64, rows=64, cut=None):
+    batch = flatten(trajectories, 0)
+    plan = plan_rows(batch, 1, row_tokens, rows)
+    return micro_batches(batch, cut(plan) if cut else plan, 0, ALONE.device)
+
+
+def in_one_row(lengths):
+    """A plan that puts all segments into one row."""
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    zeros = np.zeros(len(lengths), dtype=int)
+    fields = {"rank": zeros, "micro_batch": zeros, "row": zeros, "position": starts, "n_micro_batches": 1, "hash": 0}
+    return lambda _: type("Plan", (), fields)
+
+
+@pytest.fixture(scope="module")
+def models():
+    critic = Critic(make_model(seed=1).base_model)
+    torch.nn.init.normal_(critic.head.weight)
+    return {"policy": Policy(make_model()), "critic": critic}
+
+
+def run(model, part):
+    with torch.no_grad():
+        if isinstance(model, Critic):
+            return model(part, part.state_rows, part.state_columns)
+        return model(part)
+
+
+@pytest.mark.parametrize("name", ["policy", "critic"])
+def test_packed_segments_equal_themselves_alone_and_never_see_each_other(models, name):
+    rng = np.random.default_rng(0)
+    segments = [make_segment(rng, [(4, 5)]), make_segment(rng, [(3, 2), (2, 4)]), make_segment(rng, [(6, 3)])]
+    lengths = [segment.n_tokens for segment in segments]
+    alone = [run(models[name], one_batch([make_trajectory(rng, [segment])])[0]) for segment in segments]
+    packed = run(models[name], one_batch([make_trajectory(rng, segments)], cut=in_one_row(lengths))[0])
+    torch.testing.assert_close(packed, torch.cat(alone), atol=1e-5, rtol=0)
+
+    for changed in range(3):
+        ids = segments[changed].token_ids.copy()
+        ids[0] = 3 + (ids[0] - 2) % 45
+        other = list(segments)
+        other[changed] = type(segments[changed])(
+            kind="execution",
+            token_ids=ids,
+            action_mask=segments[changed].action_mask,
+            logprobs=segments[changed].logprobs,
+            version_spans=segments[changed].version_spans,
+        )
+        again = run(models[name], one_batch([make_trajectory(rng, other)], cut=in_one_row(lengths))[0])
+        counts = [segment.n_actions for segment in segments]
+        for index, (before, after) in enumerate(zip(packed.split(counts), again.split(counts), strict=True)):
+            assert torch.equal(before, after) == (index != changed)
+
+
+def test_chosen_logits_are_those_of_the_whole_model(models):
+    (part,) = one_batch(random_batch(5, 6))
+    lm = models["policy"].lm
+    with torch.no_grad():
+        whole = lm(input_ids=part.token_ids, position_ids=part.position_ids, attention_mask=part.attention_mask).logits
+    torch.testing.assert_close(run(models["policy"], part), whole[part.state_rows, part.state_columns])
+    assert whole.shape[:2] == part.token_ids.shape  # outside the wrapper the head is an ordinary head
+
+
+def test_what_a_model_does_to_its_logits_after_the_head_is_kept():
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=48, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, final_logit_softcapping=0.01, attn_implementation="sdpa",
+    )  # fmt: skip
+    lm = Gemma2ForCausalLM(config)
+    (part,) = one_batch(random_batch(5, 4))
+    logits = run(Policy(lm), part)
+    assert 0 < float(logits.abs().max()) <= 0.01
+
+
+class TestProbe:
+    """`check_packing`: each half of the packing invariant is caught alone."""
+
+    def test_a_sound_model_passes(self):
+        check_packing(make_model(), 64, "model")
+
+    def test_a_model_that_ignores_the_mask_is_refused(self):
+        lm = make_model()
+        forward, whole = lm.base_model.forward, torch.arange(64)[None]
+
+        def blind(**arguments):  # positions of one long sequence too, or they would still mark the cut
+            arguments["position_ids"] = whole[:, : arguments["input_ids"].shape[1]]
+            return forward(**{**arguments, "attention_mask": None})
+
+        lm.base_model.forward = blind
+        with pytest.raises(ConfigError, match="packed segments see each other"):
+            check_packing(lm, 64, "model")
+
+    def test_a_model_that_ignores_restarting_positions_is_refused(self):
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        lm = GPT2LMHeadModel(GPT2Config(vocab_size=48, n_embd=32, n_layer=2, n_head=2, n_positions=64)).eval()
+        check_packing(lm, 64, "model")
+        forward = lm.base_model.forward
+        lm.base_model.forward = lambda **arguments: forward(**{**arguments, "position_ids": None})
+        with pytest.raises(ConfigError, match="packed segments see each other"):
+            check_packing(lm, 64, "model")
+
+    def test_a_window_shorter_than_the_context_is_refused(self):
+        from transformers import MistralConfig, MistralForCausalLM
+
+        config = MistralConfig(
+            vocab_size=48, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, sliding_window=16,
+        )  # fmt: skip
+        lm = MistralForCausalLM(config)
+        with pytest.raises(ConfigError, match="window of 16 tokens is below 64"):
+            check_packing(lm, 64, "model")
+        check_packing(lm, 16, "model")
+
+
+def test_attention_is_frozen_and_nothing_else(tiny_model):
+    critic = load_critic(tiny_model, None, "attention", "float32", ALONE)
+    frozen = {name for name, parameter in critic.named_parameters() if not parameter.requires_grad}
+    assert len(frozen) == 8 and all(".self_attn." in name for name in frozen)
+    trained = {name for name, parameter in critic.named_parameters() if parameter.requires_grad}
+    assert {"head.weight", "head.bias", "backbone.embed_tokens.weight", "backbone.norm.weight"} <= trained
+    assert {f"backbone.layers.{n}.post_attention_layernorm.weight" for n in (0, 1)} <= trained
+    free = load_critic(tiny_model, None, "none", "float32", ALONE)
+    assert all(parameter.requires_grad for parameter in free.parameters())
+
+
+def test_token_mixers_of_other_kinds_are_found():
+    module = torch.nn.Module()
+    kinds = {
+        "linear_attn": "Linear",
+        "mamba": "Linear",
+        "x": "FooGatedDeltaNet",
+        "y": "MambaMixer",
+        "z": "BarAttention",
+    }
+    for name, kind in kinds.items():
+        module.add_module(name, type(kind, (torch.nn.Linear,), {})(2, 2))
+    for name in ("mlp", "input_layernorm", "post_attention_layernorm", "experts"):
+        module.add_module(name, torch.nn.Linear(2, 2))
+    assert freeze_attention(module) == sorted(f"{name}.{part}" for name in kinds for part in ("weight", "bias"))
+
+
+def test_the_critic_starts_as_the_policy_with_a_zero_head(tiny_model):
+    critic = load_critic(tiny_model, None, "attention", "float32", ALONE)
+    policy = load_policy(tiny_model, "float32", ALONE, 64)
+    backbone = policy.lm.base_model.state_dict()
+    assert all(torch.equal(backbone[name], tensor) for name, tensor in critic.backbone.state_dict().items())
+    (part,) = one_batch(random_batch(0, 3))
+    assert run(critic, part).tolist() == [0.0] * part.flat.numel()
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere"):
+        load_policy(tmp_path / "nowhere", "float32", ALONE, 64)
+    assert make_config(make_folder(tmp_path / "model")).model.path == str(tmp_path / "model")
+
+
+def test_a_segment_never_begins_with_a_sampled_token():
+    """The state before the first action token must exist: the position k - 1 is in the same segment."""
+    from sao.trajectory import SegmentBuilder
+
+    builder = SegmentBuilder("execution")
+    with pytest.raises(ValidationError):
+        builder.append_sampled(np.array([1], np.int32), np.array([-1.0], np.float32), np.array([[0, 1, 0]]))
+        builder.build()
