@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from sao import __version__
 from sao.errors import ConfigError, Error
 
 app = typer.Typer(
@@ -79,9 +80,7 @@ def doctor() -> None:
 @app.callback(invoke_without_command=True)
 def _root(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
     if version:
-        from importlib.metadata import version as installed
-
-        typer.echo(f"sao {installed('sao')}")
+        typer.echo(f"sao {__version__}")
         raise typer.Exit
 
 

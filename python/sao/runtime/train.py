@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from sao import __version__
 from sao import config as configuration
 from sao.config import Config
 from sao.runtime import folders, launch, preflight
@@ -74,7 +74,7 @@ def _plot(run_folder: Path, console: Console) -> None:
 
 def _environment() -> dict[str, Any]:
     return {
-        "sao": version("sao"),
+        "sao": __version__,
         "python": sys.version.split()[0],
         "cpus": launch.available_cpus(),
     }

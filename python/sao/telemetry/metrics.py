@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -60,3 +61,13 @@ def watched(record: Mapping[str, Any]) -> Watched:
         gap=get("logprob_gap/mean"),
         step_s=step_s,
     )
+
+
+def wilson(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson interval of a success rate (95 % for z = 1.96); (0, 1) for n = 0. Holds at rates 0 and 1."""
+    if n == 0:
+        return 0.0, 1.0
+    rate, scale = successes / n, 1 + z * z / n
+    centre = (rate + z * z / (2 * n)) / scale
+    half = z / scale * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sao.telemetry.metrics import watched
+from sao.telemetry.metrics import watched, wilson
 
 TRAINING, HELD_OUT, GENERATORS, LEARNER, LIMIT = "#3572b0", "#d1495b", "#3a8f5c", "#3572b0", "#888888"
 SMOOTH = 9  # steps in the running mean of what is noisy
@@ -34,9 +34,9 @@ def curves(records: Sequence[dict[str, Any]], path: Path, title: str = "") -> No
 
     _noisy(panels[0], x, column["success"], TRAINING, "training batch")
     if held_out:
-        n = np.array([record["n"] for record in held_out], dtype=float)
         rate = np.array([record["success"] for record in held_out], dtype=float)
-        bars = 1.96 * np.sqrt(rate * (1 - rate) / np.maximum(n, 1))
+        range_95 = np.array([wilson(round(record["success"] * record["n"]), record["n"]) for record in held_out]).T
+        bars = np.abs(range_95 - rate)
         at = [record["step"] for record in held_out]
         panels[0].errorbar(at, rate, yerr=bars, color=HELD_OUT, marker="o", capsize=3, label="held out, 95%")
     _finish(panels[0], "success rate", (0, 1))

