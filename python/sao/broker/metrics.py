@@ -1,0 +1,80 @@
+"""The broker's share of a step's metrics."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import pairwise
+from typing import Any
+
+from sao.broker.tasks import Pool
+
+
+class StepMeter:
+    """What happened between two steps, and the survival of rollouts by length over the last `window` finished ones."""
+
+    def __init__(self, now: float, sampled_tokens: int, window: int = 2000) -> None:
+        self._since, self._sampled = now, sampled_tokens
+        self._lags: list[int] = []
+        self._ages_s: list[float] = []
+        self.wait_s = 0.0
+        self._survival: deque[tuple[int, bool]] = deque(maxlen=window)
+
+    def taken(self, lag: int, age_s: float) -> None:
+        """A trajectory went to the learner: lag of its oldest token in versions, seconds since it was finished."""
+        self._lags.append(lag)
+        self._ages_s.append(age_s)
+
+    def ended(self, n_tokens: int, survived: bool) -> None:
+        """A finished trajectory was trained (`survived`) or dropped for its age."""
+        self._survival.append((n_tokens, survived))
+
+    def survival_by_decile(self) -> list[float]:
+        """Share of survivors in each tenth of the rollouts ordered by length, shortest first; empty below 20 rollouts.
+
+        Dropping by age hits long rollouts first; a falling row shows that bias.
+        """
+        if len(self._survival) < 20:
+            return []
+        rows = sorted(self._survival)
+        cuts = [len(rows) * i // 10 for i in range(11)]
+        return [sum(alive for _, alive in rows[a:b]) / (b - a) for a, b in pairwise(cuts)]
+
+    def step(self, now: float, sampled_tokens: int) -> dict[str, float]:
+        """Rates, lags and ages since the last call; resets them."""
+        span = max(now - self._since, 1e-9)
+        metrics = {
+            "broker/step_s": span,
+            "broker/take_wait_s": self.wait_s,
+            "broker/sampled_tokens_per_s": (sampled_tokens - self._sampled) / span,
+        }
+        if self._lags:
+            lags = sorted(self._lags)
+            metrics["broker/lag_mean"] = sum(lags) / len(lags)
+            metrics["broker/lag_p50"] = lags[len(lags) // 2]
+            metrics["broker/lag_max"] = lags[-1]
+            for lag in sorted(set(lags)):
+                metrics[f"broker/lag_count/{lag}"] = lags.count(lag)
+            metrics["broker/age_s_mean"] = sum(self._ages_s) / len(self._ages_s)
+            metrics["broker/age_s_max"] = max(self._ages_s)
+        for index, share in enumerate(self.survival_by_decile()):
+            metrics[f"broker/survival_decile/{index}"] = share
+        self._since, self._sampled, self.wait_s = now, sampled_tokens, 0.0
+        self._lags, self._ages_s = [], []
+        return metrics
+
+
+def generator_metrics(pool: Pool) -> dict[str, float]:
+    """The last reports of the joined generators: busy share of each and their mean, tokens per second in all."""
+    metrics: dict[str, float] = {"broker/generators": len(pool.by_name)}
+    shares: list[float] = []
+    speed = 0.0
+    for name, generator in pool.by_name.items():
+        report: dict[str, Any] = generator.report
+        if "busy_share" in report:
+            shares.append(float(report["busy_share"]))
+            metrics[f"broker/busy_share/{name}"] = shares[-1]
+        speed += float(report.get("tokens_per_s", 0.0))
+    if shares:
+        metrics["broker/busy_share"] = sum(shares) / len(shares)
+        metrics["broker/engine_tokens_per_s"] = speed
+    return metrics

@@ -1,0 +1,492 @@
+"""What the broker knows and decides, without sockets: tasks, buffer, ledger, leases, versions and the end of the run.
+
+Times are seconds of one monotonic clock and are passed in. What must be sent goes through `Wire`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from sao import _core
+from sao.broker import report
+from sao.broker.evals import EvalRounds
+from sao.broker.metrics import StepMeter
+from sao.broker.store import Store
+from sao.broker.tasks import Generator, Pool, Task, TaskBook, reason_code, task_seed
+from sao.broker.versions import Versions
+from sao.broker.wire import Wire
+from sao.config import Config
+from sao.errors import TransportError, ValidationError, WireError
+from sao.transport.messages import Buffer
+
+log = logging.getLogger(__name__)
+MAX_REASONS = 64  # different reasons of environments; further ones are counted as `failed_other`
+ACCEPTED = {"accepted": True, "reason": ""}
+
+
+@dataclass(slots=True)
+class Take:
+    """A learner's request that waits for `n` trajectories."""
+
+    key: Hashable
+    n: int
+    since: float
+    warned: float
+
+
+@dataclass(slots=True)
+class OpenLease:
+    """Trajectories that are with the learner, by the `take` that asked for them."""
+
+    key: Hashable
+    held: list[tuple[int, Any]]
+
+
+class State:
+    """The broker's state. Raises `sao` errors for wrong requests; a `LedgerError` means that the state itself is
+    wrong.
+    """
+
+    def __init__(self, config: Config, ledger: Any, wire: Wire, now: float) -> None:
+        self.config, self.wire = config, wire
+        limits = config.buffer
+        self.store = Store(limits.max_trajectories, limits.max_bytes, 9 * config.sampling.context_tokens + 4096)
+        self.versions = Versions()
+        self.pool = Pool()
+        self.book = TaskBook(ledger)
+        self.evals = EvalRounds(config.run.seed, config.eval.episodes, config.transport.rollout_timeout_s)
+        self.meter = StepMeter(now, ledger.tokens()["sampled"])
+        self.takes: deque[Take] = deque()
+        self.leases: dict[int, OpenLease] = {}
+        self.failures_in_a_row = 0
+        self.step = 0  # as the learner counts
+        self.done: dict[str, Any] | None = None
+        self._admission = _core.Admission(config.staleness.max_lag, config.learner.batch_trajectories)
+        self._commits = 0  # since this broker was started, as are the trained trajectories that go with them
+        self._trained_before: int = ledger.counts()["trained"]
+        self._ending = ""
+        self._next_lease = 1
+        self._last_evaluated = -1
+
+    # -- generators
+
+    def generator_joined(self, name: str, now: float) -> None:
+        """A generator is here; it gets tasks when it states free slots. The first one starts the first held-out
+        round.
+        """
+        self.pool.by_name[name] = Generator(name)
+        if self._last_evaluated < 0:
+            self._evaluate(now)
+
+    def generator_left(self, name: str, reason: str, now: float) -> None:
+        """A generator is gone: its tasks are started again elsewhere, late answers are fenced by the attempt."""
+        generator = self.pool.by_name.pop(name, None)
+        if generator is None:
+            return
+        if self.done is None:
+            count = len(generator.train) + len(generator.evals)
+            self.event("warning", f"generator {name}: {reason}; {count} tasks in flight are started again")
+            for ordinal in sorted(generator.train):
+                self.book.again(self.book.live[ordinal], generator, "generator_lost")
+            self.evals.lost(generator.evals)
+        self.progress(now)
+
+    def slots(self, name: str, free: int, received: int | None, now: float) -> None:
+        """A generator states its free slots, as of `received` tasks received."""
+        self.pool.by_name[name].state_slots(free, received)
+        self._dispatch(now)
+
+    def stats(self, name: str, body: dict[str, Any]) -> None:
+        """A generator's statistics; the last ones count."""
+        wanted = ("busy_share", "tokens_per_s", "running", "waiting", "sampled_tokens")
+        self.pool.by_name[name].report = {key: body[key] for key in wanted if key in body}
+
+    def loaded(self, name: str, version: int, fingerprint: str) -> None:
+        """A generator says which weights it serves. Raises `TransportError` when they are not those of that version."""
+        self.pool.by_name[name].loaded = version
+        try:
+            self.versions.verify(version, fingerprint)
+        except TransportError as error:
+            self.event("error", f"generator {name}: {error}")
+            raise
+
+    def trajectory(self, name: str, header: Buffer, payload: Buffer, now: float) -> dict[str, Any]:
+        """Takes a finished trajectory; returns the body of `ack`: accepted, or refused with a reason."""
+        try:
+            facts = _core.summary(header, payload, max_bytes=self.config.transport.max_message_bytes)
+        except (WireError, ValidationError) as error:
+            self.event("error", f"generator {name}: corrupt trajectory refused: {error}")
+            return _refused(f"corrupt: {error}")
+        ordinal, attempt, tokens = facts["task_ordinal"], facts["attempt"], facts["n_actions"]
+        task = self.book.current(ordinal, attempt, tokens)
+        if isinstance(task, str):
+            return _refused(task)
+        generator = self.pool.by_name.get(name)
+        fault = self._fault(name, facts, memoryview(header).nbytes + memoryview(payload).nbytes)
+        if fault:
+            self.book.drop(task, generator, fault, tokens)
+            self._failed(name, fault, f"task {ordinal}", now)
+            self.progress(now)
+            return _refused(fault)
+        task.n_tokens, task.sampled_tokens, task.min_version = facts["n_tokens"], tokens, facts["min_version"]
+        self.book.ready(task, generator, now)
+        self.failures_in_a_row = 0
+        oldest = self._oldest_kept()
+        if oldest is not None and task.min_version < oldest:
+            self._drop_stale(task)
+        else:
+            self.store.put(ordinal, header, payload, task.min_version)
+        self.progress(now)
+        return ACCEPTED
+
+    def failure(self, name: str, body: dict[str, Any], now: float) -> dict[str, Any]:
+        """A rollout failed: it is dropped under its reason, never trained, and a new task takes its place."""
+        ordinal, attempt, tokens = body["ordinal"], body["attempt"], max(0, body["sampled_tokens"])
+        task = self.book.current(ordinal, attempt, tokens)
+        if isinstance(task, str):
+            return _refused(task)
+        reason = self._reason(body["reason"])
+        self.book.drop(task, self.pool.by_name.get(name), f"failed_{reason}", tokens)
+        self._failed(name, reason, str(body.get("detail", "")), now)
+        self.progress(now)
+        return ACCEPTED
+
+    def eval_result(self, name: str, body: dict[str, Any], now: float) -> dict[str, Any]:
+        """Takes the result of a held-out episode. `success` is the generator's verdict, else whether reward >= 1."""
+        reward, reason = body["reward"], self._reason(body.get("reason") or "no_reward")
+        if reward is not None and not -1e30 < reward < 1e30:
+            reward, reason = None, "invalid_reward"
+        success = bool(body.get("success", reward is not None and reward >= 1.0))
+        generator = self.pool.by_name.get(name)
+        if generator is not None:
+            generator.evals.discard(body["ordinal"])
+        if not self.evals.result(body["ordinal"], reward, success, reason, body["version"]):
+            return _refused("late")
+        if reward is None:
+            self._failed(name, reason, str(body.get("detail", "held-out episode")), now)
+        else:
+            self.failures_in_a_row = 0
+        self.progress(now)
+        return ACCEPTED
+
+    # -- learner
+
+    def learner_joined(self, hello: dict[str, Any]) -> None:
+        """The learner is here. `step` and `weights` in its greeting: where it continues, and its weights if they are
+        newer.
+        """
+        self.step = int(hello.get("step", self.step))
+        weights = hello.get("weights")
+        if weights:
+            self.versions.check(weights)
+            self._publish(weights)
+
+    def learner_left(self, reason: str, now: float) -> None:
+        """The learner is gone: what it held is given back, in the old order."""
+        self.takes.clear()
+        count = sum(len(lease.held) for lease in self.leases.values())
+        for lease in sorted(self.leases, reverse=True):
+            self._give_back(lease)
+        if self.done is None:
+            self.event("warning", f"learner: {reason}; {count} leased trajectories given back")
+        self.progress(now)
+
+    def take(self, key: Hashable, n: int, now: float) -> None:
+        """Asks for `n` trajectories; answered through `Wire.batch` as soon as there are as many. Raises
+        `ValidationError`.
+        """
+        limit = self.config.learner.batch_trajectories
+        if not 1 <= n <= limit:
+            raise ValidationError(f"take.n: {n} is not in [1, learner.batch_trajectories = {limit}]")
+        ending = self.done["reason"] if self.done else self._ending
+        if ending:
+            self.wire.no_batch(key, ending)
+            return
+        self.takes.append(Take(key, n, now, now))
+        self.progress(now)
+
+    def give_up(self, key: Hashable, now: float) -> None:
+        """The learner no longer waits for this `take`: it is forgotten, or what it was given is given back."""
+        self.takes = deque(take for take in self.takes if take.key != key)
+        for lease in [number for number, lease in self.leases.items() if lease.key == key]:
+            self._give_back(lease)
+        self.progress(now)
+
+    def commit(self, body: dict[str, Any], now: float) -> dict[str, Any]:
+        """A learner step is done: its lease is trained, the version advances when there are weights, the step is shown.
+
+        Raises `TransportError` for a lease that is not open, `ValidationError` for a step or version that does not
+        advance, `LedgerError` when the tokens do not add up.
+        """
+        number, weights, step = body["lease"], body["weights"], body["step"]
+        lease = self.leases.get(number)
+        if lease is None:
+            raise TransportError(f"commit.lease: {number} is not open")
+        if step <= self.step:
+            raise ValidationError(f"commit.step: {step} must be above the last step {self.step}")
+        if weights is not None:
+            self.versions.check(weights)
+        ordinals = [ordinal for ordinal, _ in lease.held]
+        tasks = self.book.trained(number, ordinals, step, body["trained_tokens"], body["masked_tokens"])
+        del self.leases[number]
+        for task, (_, held) in zip(tasks, lease.held, strict=True):
+            held.commit()
+            self.meter.ended(task.n_tokens, True)
+        self.step, self._commits = step, self._commits + 1
+        if weights is not None:
+            self._publish(weights)
+        self.book.settle()
+        self.wire.to_supervisor(
+            "step", {"step": step, "metrics": {**body["metrics"], **report.step_metrics(self, now)}}
+        )
+        last = step >= self.config.run.steps
+        if last and not self._ending:
+            self._end("all steps done")
+        every = self.config.eval.every_steps
+        if last or (every and step % every == 0 and not self._ending):
+            self._evaluate(now)
+        self.progress(now)
+        return {"version": self.versions.current, "step": self.step}
+
+    # -- time and the end
+
+    def tick(self, now: float) -> None:
+        """Deadlines and stalls; to be called about once a second."""
+        timeout = self.config.transport.rollout_timeout_s
+        for task in list(self.book.running.values()):
+            if now - task.started < timeout:
+                break  # in the order of their start
+            self._overdue(task, now)
+        for take in self.takes:
+            if now - take.warned >= 60.0:
+                take.warned = now
+                waited = f"learner has waited {now - take.since:.0f} s for {take.n} trajectories"
+                self.event("warning", f"{waited}: {report.standing(self, now)}")
+        self.progress(now)
+
+    def finish(self, reason: str, now: float, *, ok: bool) -> None:
+        """Ends the run now: takes are answered with `stop`, peers are told.
+
+        Unfinished tasks stay in the ledger, to be started again by a later run, unless the run is complete (`ok`).
+        """
+        if self.done is not None:
+            return
+        self.evals.abandon()
+        if ok:
+            for number in list(self.leases):
+                self._give_back(number)
+            self.book.drop_all(self.pool, "run_ended")
+            self.store.clear()
+        self.done = {"reason": reason, "ok": ok, "step": self.step, "tokens": self.book.settle()}
+        self._end(reason)
+        self.wire.to_supervisor("done", self.done)
+        self.wire.to_learner("stop", {"reason": reason})
+        for name in self.pool.by_name:
+            self.wire.to_generator(name, "stop", {"reason": reason})
+
+    def event(self, level: str, text: str) -> None:
+        """Something that a user should see: to the log and the supervisor. `level`: info, warning or error."""
+        log.log({"warning": logging.WARNING, "error": logging.ERROR}.get(level, logging.INFO), "%s", text)
+        self.wire.to_supervisor("event", {"level": level, "text": text})
+
+    def welcome(self) -> dict[str, Any]:
+        """What a joining peer must know at once."""
+        return {"version": self.versions.current, "weights": self.versions.weights, "step": self.step}
+
+    def permits(self) -> int:
+        """Rollouts that may be started now: by staleness, by the buffer's room, by the end of the run; the least
+        counts.
+        """
+        if self._ending:
+            return 0
+        counts, batch = self.book.ledger.counts(), self.config.learner.batch_trajectories
+        leased, ready, running = counts["leased"], counts["ready"], counts["issued"] + counts["generating"]
+        trained = counts["trained"] - self._trained_before
+        by_lag = self._admission.permits(self._commits, trained, leased, ready, running)
+        by_end = (self.config.run.steps - self.step) * batch - leased - ready - running
+        return max(0, min(by_lag, by_end, self.store.room(leased, ready, running)))
+
+    def progress(self, now: float) -> None:
+        """Everything that may have become possible: room in the buffer, takes, eval results, the end, new tasks."""
+        if self.done is not None:
+            return
+        self.store.refill()
+        while self.takes and self._serve(self.takes[0], now):
+            self.takes.popleft()
+        while (result := self.evals.finish(now)) is not None:
+            self._evaluated(result)
+        if self._ending and not self.evals.busy and not self.leases:
+            self.finish(self._ending, now, ok=True)
+            return
+        self._dispatch(now)
+        self._check_stuck(now)
+
+    # -- inside: answers of generators
+
+    def _fault(self, name: str, facts: dict[str, Any], n_bytes: int) -> str:
+        """Why a well-formed trajectory cannot be trained, as a reason code; empty when it can."""
+        if facts["termination"] == "failed" or facts["reward"] is None:
+            return f"failed_{self._reason(facts['reason'])}"
+        if facts["n_actions"] == 0:
+            return "no_action_tokens"
+        if n_bytes > self.store.max_bytes:
+            return "larger_than_buffer"
+        if facts["max_version"] > self.versions.current:
+            self.event("error", f"generator {name}: tokens of version {facts['max_version']}, which is not published")
+            return "future_version"
+        try:
+            for version, fingerprint in facts["fingerprints"].items():
+                self.versions.verify(version, fingerprint)
+        except TransportError as error:
+            self.event("error", f"generator {name}: {error}")
+            return "wrong_fingerprint"
+        return ""
+
+    def _reason(self, text: str) -> str:
+        reason = reason_code(text)
+        known = self.book.dropped
+        return reason if f"failed_{reason}" in known or len(known) < MAX_REASONS else "other"
+
+    def _failed(self, name: str, reason: str, detail: str, now: float) -> None:
+        self.failures_in_a_row += 1
+        log.info("generator %s: rollout failed: %s: %s", name, reason, detail[:500])
+        if self.failures_in_a_row >= self.config.run.max_failures_in_a_row:
+            count, env = self.failures_in_a_row, self.config.env.name
+            self.finish(
+                f"{count} rollouts in a row failed in environment {env}: {reason}: {detail[:500]}", now, ok=False
+            )
+
+    def _overdue(self, task: Task, now: float) -> None:
+        generator, last = self.pool.by_name.get(task.generator), task.timed_out
+        age = f"{now - task.started:.1f} s old, the limit is {self.config.transport.rollout_timeout_s:g} s"
+        what = f"task {task.ordinal} attempt {task.attempt} on {task.generator}"
+        self.event("warning", f"stall: {what} is {age}; {'given up' if last else 'started again'}")
+        self.wire.to_generator(task.generator, "cancel", {"ordinal": task.ordinal, "attempt": task.attempt})
+        if last:
+            self.book.drop(task, generator, "deadline", 0)
+        else:
+            task.timed_out = True
+            self.book.again(task, generator, "deadline")
+
+    def _drop_stale(self, task: Task) -> None:
+        self.meter.ended(task.n_tokens, False)
+        self.book.drop(task, None, "stale", task.sampled_tokens)
+
+    def _dispatch(self, now: float) -> None:
+        """Hands tasks to free slots: held-out ones first, then as many training ones as there are permits."""
+        if self.done is not None:
+            return
+        out: dict[str, list[dict[str, Any]]] = {}
+        permits = self.permits()
+        for generator in self.pool.slots():
+            task = self.evals.next_task()
+            if task is not None:
+                generator.evals.add(task["ordinal"])
+            elif permits > 0:
+                permits -= 1
+                task = self._start(generator, now)
+            else:
+                break
+            out.setdefault(generator.name, []).append(task)
+        for name, tasks in out.items():
+            self.wire.to_generator(name, "tasks", {"tasks": tasks})
+
+    def _start(self, generator: Generator, now: float) -> dict[str, Any]:
+        task = self.book.start(generator, now)
+        seed = task_seed(self.config.run.seed, "train", task.ordinal)
+        return {"ordinal": task.ordinal, "attempt": task.attempt, "seed": seed, "split": "train"}
+
+    # -- inside: leases and versions
+
+    def _serve(self, take: Take, now: float) -> bool:
+        """Answers a take when its trajectories are ready: in order of completion, or in order of issue (`window`).
+
+        `window`: the `n` oldest tasks must all be ready. When a task is started at most (max_lag + 1) * batch - 1
+        others are before it, so it is used in the (max_lag + 1)-th update from then at the latest: no token exceeds
+        `max_lag`.
+        """
+        if self.config.staleness.discipline == "window":
+            head = self.book.head(take.n)
+            held = self.store.take_these(head) if head else []
+        else:
+            held = self.store.take(take.n)
+        if not held:
+            return False
+        number, ordinals = self._next_lease, [ordinal for ordinal, _ in held]
+        self._next_lease += 1
+        tasks = self.book.lease(number, ordinals)
+        self.leases[number] = OpenLease(take.key, held)
+        for task in tasks:
+            self.meter.taken(self.versions.current - task.min_version, now - task.finished)
+        self.meter.wait_s += now - take.since
+        body = {
+            "lease": number,
+            "version": self.versions.current,
+            "step": self.step,
+            "ordinals": ordinals,
+            "attempts": [task.attempt for task in tasks],
+            "ages_s": [now - task.finished for task in tasks],
+        }
+        views = [memoryview(part) for _, lease in held for part in (lease.header, lease.payload)]
+        self.wire.batch(take.key, body, tuple(views))
+        return True
+
+    def _give_back(self, number: int) -> None:
+        lease = self.leases.pop(number)
+        self.book.give_back(number, [ordinal for ordinal, _ in lease.held])
+        for _, held in lease.held:
+            held.give_back()
+        self._drop_too_old()
+
+    def _publish(self, weights: dict[str, Any]) -> None:
+        """A new version: the clock advances, all generators are told, rollouts that are too old now are dropped."""
+        body = self.versions.publish(weights)
+        for name in self.pool.by_name:
+            self.wire.to_generator(name, "version", body)
+        self._drop_too_old()
+
+    def _oldest_kept(self) -> int | None:
+        """The oldest version that is still trained, `None` when nothing is dropped for its age."""
+        limits = self.config.staleness
+        return max(0, self.versions.current - limits.max_lag) if limits.stale == "drop" else None
+
+    def _drop_too_old(self) -> None:
+        for ordinal in self.store.keep_from(self.versions.current, self._oldest_kept()):
+            self._drop_stale(self.book.live[ordinal])
+
+    # -- inside: evaluation and the end
+
+    def _evaluate(self, now: float) -> None:
+        if self.config.eval.every_steps > 0 and self._last_evaluated != self.step:
+            self._last_evaluated = self.step
+            self.evals.due(self.step, self.versions.current, now)
+
+    def _evaluated(self, result: dict[str, Any]) -> None:
+        for generator in self.pool.by_name.values():
+            generator.evals.clear()
+        self.wire.to_supervisor("eval", result)
+        target, success = self.config.run.target_success, result["success"]
+        if target is not None and success is not None and success >= target and not self._ending:
+            self._end(f"held-out success {success:.4f} reached run.target_success = {target:g}")
+
+    def _end(self, reason: str) -> None:
+        """No more training tasks and batches; the run is over when the held-out rounds are."""
+        self._ending = self._ending or reason
+        while self.takes:
+            self.wire.no_batch(self.takes.popleft().key, reason)
+
+    def _check_stuck(self, now: float) -> None:
+        """A buffer that is too small for one batch would wait for ever: say so and stop."""
+        full = self.store.room(self.book.n_leased, self.book.n_ready, 0) == 0
+        if self.takes and full and not self.book.running and not self.leases and self.done is None:
+            ready, n, size = self.book.n_ready, self.takes[0].n, self.store.largest_bytes
+            text = f"the buffer is full with {ready} trajectories and the learner waits for {n}: raise buffer.max_bytes"
+            self.finish(f"{text} = {self.store.max_bytes} (largest trajectory: {size} bytes)", now, ok=False)
+
+
+def _refused(reason: str) -> dict[str, Any]:
+    return {"accepted": False, "reason": reason}

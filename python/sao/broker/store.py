@@ -1,0 +1,89 @@
+"""Finished trajectories until they are trained: the core's buffer, what did not fit into it, and the orders of
+taking.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from sao import _core
+from sao.errors import FullError
+from sao.transport.messages import Buffer
+
+
+def ordinal_of(header: Buffer | _core.View) -> int:
+    """The task ordinal in an encoded header."""
+    ordinal: int = _core.summary(header)["task_ordinal"]
+    return ordinal
+
+
+class Store:
+    """Bounded by count and bytes. Room is kept for the rollouts that run, so that what they bring home fits; should
+    it not, because they are larger than any before, it waits outside the buffer and nothing new is started until it
+    is in.
+    """
+
+    def __init__(self, max_trajectories: int, max_bytes: int, expected_bytes: int) -> None:
+        self.max_trajectories, self.max_bytes = max_trajectories, max_bytes
+        self.largest_bytes = expected_bytes
+        self._buffer = _core.Buffer(max_trajectories, max_bytes, "reject")
+        self._waiting: deque[tuple[int, Buffer, Buffer, int]] = deque()
+
+    @property
+    def n_waiting(self) -> int:
+        """Trajectories that did not fit."""
+        return len(self._waiting)
+
+    def stats(self) -> dict[str, Any]:
+        """The buffer's counters."""
+        return self._buffer.stats()
+
+    def put(self, ordinal: int, header: Buffer, payload: Buffer, min_version: int) -> None:
+        """Takes an encoded trajectory; never blocks. Raises `ValidationError` for one that can never fit."""
+        self.largest_bytes = max(self.largest_bytes, memoryview(header).nbytes + memoryview(payload).nbytes)
+        if self._waiting or not self._fits(header, payload, min_version):
+            self._waiting.append((ordinal, header, payload, min_version))
+
+    def refill(self) -> None:
+        """Moves what waits into the room that has become free."""
+        while self._waiting and self._fits(*self._waiting[0][1:]):
+            self._waiting.popleft()
+
+    def room(self, leased: int, ready: int, running: int) -> int:
+        """Rollouts that may still be started when all that run come home as large as the largest seen so far."""
+        if self._waiting:
+            return 0
+        by_count = self.max_trajectories - leased - ready - running
+        by_bytes = (self.max_bytes - self._buffer.stats()["bytes"]) // self.largest_bytes - running
+        return max(0, min(by_count, by_bytes))
+
+    def take(self, n: int) -> list[tuple[int, Any]]:
+        """`n` (ordinal, lease) pairs in order of completion; empty when there are fewer."""
+        return [(ordinal_of(lease.header), lease) for lease in self._buffer.try_take(n)]
+
+    def take_these(self, ordinals: Sequence[int]) -> list[tuple[int, Any]]:
+        """(ordinal, lease) pairs of these tasks, in this order; empty unless all are in the buffer."""
+        ready = self._buffer.stats()["trajectories"]
+        found = {ordinal_of(lease.header): lease for lease in self._buffer.try_take(ready)} if ready else {}
+        chosen = [(o, found.pop(o)) for o in ordinals] if all(o in found for o in ordinals) else []
+        for lease in found.values():
+            lease.give_back()
+        return chosen
+
+    def keep_from(self, version: int, oldest: int | None) -> list[int]:
+        """Tells the buffer the policy version; drops what is older than `oldest` and returns the ordinals."""
+        return [ordinal_of(header) for header in self._buffer.advance(version, oldest)]
+
+    def clear(self) -> None:
+        """Frees everything that waits or is ready."""
+        self._waiting.clear()
+        self._buffer.close()
+
+    def _fits(self, header: Buffer, payload: Buffer, min_version: int) -> bool:
+        try:
+            self._buffer.put(header, payload, min_version=min_version, timeout_s=0.0)
+        except FullError:
+            return False
+        return True

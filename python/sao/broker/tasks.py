@@ -1,0 +1,231 @@
+"""Tasks and who works on them: seeds, attempts, free slots. Plain bookkeeping, no sockets."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Split = Literal["train", "eval"]
+MAX_ATTEMPTS = 5  # a task whose generators keep dying is given up after this many
+
+
+def task_seed(run_seed: int, split: Split, index: int) -> int:
+    """The seed (63 bits) of a task: a function of the run's seed, the split and the index alone.
+
+    A repeated attempt gets the same task; the train and eval splits never share a stream.
+    """
+    digest = hashlib.blake2b(f"{run_seed}:{split}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def reason_code(text: str) -> str:
+    """A failure's reason as a short counter name, so that text from an environment cannot grow the set of counters."""
+    return re.sub(r"[^a-z0-9_]+", "_", text.lower()).strip("_")[:40] or "unknown"
+
+
+@dataclass(slots=True)
+class Task:
+    """One training task on its way: queued (to be started again) -> running -> ready -> leased."""
+
+    ordinal: int
+    attempt: int
+    state: Literal["queued", "running", "ready", "leased"] = "queued"
+    generator: str = ""
+    started: float = 0.0
+    finished: float = 0.0
+    timed_out: bool = False
+    n_tokens: int = 0
+    sampled_tokens: int = 0
+    min_version: int = 0
+
+
+@dataclass(slots=True)
+class Generator:
+    """One joined generator: its free slots, what it works on, its last report."""
+
+    name: str
+    free: int = 0
+    sent: int = 0
+    train: set[int] = field(default_factory=set)
+    evals: set[int] = field(default_factory=set)
+    report: dict[str, Any] = field(default_factory=dict)
+    loaded: int = -1
+
+    def state_slots(self, free: int, received: int | None) -> None:
+        """Takes an absolute number of free slots, as of `received` tasks received: later ones are on the way to it."""
+        on_the_way = 0 if received is None else max(0, self.sent - received)
+        self.free = max(0, free - on_the_way)
+
+
+class Pool:
+    """The joined generators. Tasks go to the one with the most free slots, so that none is starved by a rounded
+    share.
+    """
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Generator] = {}
+
+    @property
+    def free(self) -> int:
+        """Free slots of all generators."""
+        return sum(g.free for g in self.by_name.values())
+
+    def slots(self) -> Iterator[Generator]:
+        """The generator for the next task, again and again while slots are free; the caller takes each slot it is
+        offered.
+        """
+        heap = [(-g.free, name) for name, g in self.by_name.items() if g.free > 0]
+        heapq.heapify(heap)
+        while heap:
+            _, name = heapq.heappop(heap)
+            generator = self.by_name[name]
+            yield generator
+            generator.free -= 1
+            generator.sent += 1
+            if generator.free > 0:
+                heapq.heappush(heap, (-generator.free, name))
+
+
+class TaskBook:
+    """All unfinished training tasks in the order in which they were issued, and the ledger that says the same on disk.
+
+    Every change of a task's place is written to the ledger first. Ordinals are handed out once, in order; a task that
+    is started again keeps its ordinal and gets the next attempt.
+    """
+
+    def __init__(self, ledger: Any) -> None:
+        self.ledger = ledger
+        for lease, _ in ledger.leases():
+            ledger.give_back(lease)
+        self.live: dict[int, Task] = {}
+        for ordinal, attempt, phase in ledger.unfinished():  # of an earlier broker: their trajectories are gone
+            if phase != "requeued":
+                ledger.requeue(ordinal, "restart")
+            self.live[ordinal] = Task(ordinal, attempt)
+        self.next_ordinal: int = ledger.next_ordinal
+        self.running: dict[int, Task] = {}  # in the order of their start
+        self.dropped: Counter[str] = Counter()
+        self.n_leased = 0
+        self._queue: list[int] = sorted(self.live)
+
+    @property
+    def n_queued(self) -> int:
+        """Tasks that wait to be started again."""
+        return len(self._queue)
+
+    @property
+    def n_ready(self) -> int:
+        """Finished trajectories that wait for the learner."""
+        return len(self.live) - len(self.running) - len(self._queue) - self.n_leased
+
+    def start(self, generator: Generator, now: float) -> Task:
+        """Starts a task on a generator: the oldest of those to be started again, else a new one."""
+        if self._queue:
+            task = self.live[heapq.heappop(self._queue)]
+        else:
+            task = self.live[self.next_ordinal] = Task(self.next_ordinal, 0)
+            self.next_ordinal += 1
+        task.attempt = self.ledger.issue(task.ordinal)
+        self.ledger.generating(task.ordinal, task.attempt)
+        task.generator, task.started, task.state = generator.name, now, "running"
+        self.running[task.ordinal] = task
+        generator.train.add(task.ordinal)
+        return task
+
+    def current(self, ordinal: int, attempt: int, tokens: int) -> Task | str:
+        """The running task that an answer belongs to, or why it is refused; tokens of late answers are counted."""
+        task = self.live.get(ordinal)
+        if task is not None and task.attempt == attempt and task.state != "queued":
+            return task if task.state == "running" else "duplicate"
+        if ordinal >= self.next_ordinal or (task is not None and attempt > task.attempt):
+            return "unknown task"
+        self.ledger.waste("late", tokens)
+        self.dropped["late"] += 1
+        return "late"
+
+    def ready(self, task: Task, generator: Generator | None, now: float) -> None:
+        """A running task is finished; its facts (`sampled_tokens`, ...) are set."""
+        self.ledger.ready(task.ordinal, task.attempt, task.sampled_tokens)
+        self._stop(task, generator)
+        task.state, task.finished = "ready", now
+
+    def again(self, task: Task, generator: Generator | None, reason: str) -> None:
+        """Puts a running task back to be started again; drops it at the last attempt."""
+        if task.attempt + 1 >= MAX_ATTEMPTS:
+            self.drop(task, generator, reason, 0)
+            return
+        self.ledger.requeue(task.ordinal, reason, 0)
+        self._stop(task, generator)
+        task.state = "queued"
+        heapq.heappush(self._queue, task.ordinal)
+
+    def drop(self, task: Task, generator: Generator | None, reason: str, tokens: int) -> None:
+        """Ends a running or ready task without training."""
+        self.ledger.drop(task.ordinal, task.attempt, reason, tokens)
+        self.dropped[reason] += 1
+        if task.state == "running":
+            self._stop(task, generator)
+        del self.live[task.ordinal]
+
+    def drop_all(self, pool: Pool, reason: str) -> None:
+        """Ends all tasks without training; none may be leased."""
+        for task in list(self.live.values()):
+            if task.state == "queued":
+                self.ledger.issue(task.ordinal)
+            self.drop(task, pool.by_name.get(task.generator), reason, task.sampled_tokens)
+        self._queue.clear()
+
+    def lease(self, number: int, ordinals: list[int]) -> list[Task]:
+        """Hands ready tasks to the learner."""
+        self.ledger.lease(ordinals, number)
+        self.n_leased += len(ordinals)
+        tasks = [self.live[ordinal] for ordinal in ordinals]
+        for task in tasks:
+            task.state = "leased"
+        return tasks
+
+    def give_back(self, number: int, ordinals: Iterable[int]) -> None:
+        """Leased tasks are ready again."""
+        self.ledger.give_back(number)
+        for ordinal in ordinals:
+            self.live[ordinal].state = "ready"
+            self.n_leased -= 1
+
+    def trained(self, number: int, ordinals: Iterable[int], step: int, trained: int, masked: int) -> list[Task]:
+        """A committed step used the lease. A learner that went back to a checkpoint repeats steps; the ledger goes
+        on.
+        """
+        self.ledger.trained(number, max(step, (self.ledger.last_step or 0) + 1), trained, masked)
+        tasks = [self.live.pop(ordinal) for ordinal in ordinals]
+        self.n_leased -= len(tasks)
+        return tasks
+
+    def head(self, n: int) -> list[int] | None:
+        """The `n` oldest tasks that are not leased, in the order of issue; `None` unless all of them are ready."""
+        ordinals: list[int] = []
+        for ordinal, task in self.live.items():
+            if task.state == "leased":
+                continue
+            if task.state != "ready":
+                return None
+            ordinals.append(ordinal)
+            if len(ordinals) == n:
+                return ordinals
+        return None
+
+    def settle(self) -> dict[str, Any]:
+        """Checks that every token is somewhere, brings the ledger to the disk, and returns its tokens."""
+        self.ledger.check()
+        self.ledger.sync()
+        tokens: dict[str, Any] = self.ledger.tokens()
+        return tokens
+
+    def _stop(self, task: Task, generator: Generator | None) -> None:
+        del self.running[task.ordinal]
+        if generator is not None:
+            generator.train.discard(task.ordinal)

@@ -1,0 +1,48 @@
+"""The policy version and the weights that belong to each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sao import _core
+from sao.errors import TransportError, ValidationError
+
+KNOWN_FINGERPRINTS = 64  # versions whose fingerprints are kept
+
+
+class Versions:
+    """The version clock, the newest weights, and the fingerprints of the last versions that were published."""
+
+    def __init__(self) -> None:
+        self._clock = _core.VersionClock()
+        self.weights: dict[str, Any] | None = None
+        self.fingerprints: dict[int, str] = {}
+
+    @property
+    def current(self) -> int:
+        """The version of the weights that the learner updates next."""
+        version: int = self._clock.version
+        return version
+
+    def check(self, weights: dict[str, Any]) -> None:
+        """Raises `ValidationError` unless these are complete and newer than the current ones."""
+        for key, kind in (("version", int), ("path", str), ("fingerprint", str)):
+            if not isinstance(weights.get(key), kind):
+                raise ValidationError(f"weights.{key}: expected {kind.__name__}, got {weights.get(key)!r}")
+        if weights["version"] <= self.current:
+            raise ValidationError(f"weights.version: {weights['version']} must be above the current {self.current}")
+
+    def publish(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """Advances the clock to checked weights and returns what generators are told."""
+        self._clock.advance(weights["version"])
+        self.weights = {key: weights[key] for key in ("version", "path", "fingerprint")}
+        self.fingerprints[weights["version"]] = weights["fingerprint"]
+        if len(self.fingerprints) > KNOWN_FINGERPRINTS:
+            del self.fingerprints[next(iter(self.fingerprints))]
+        return self.weights
+
+    def verify(self, version: int, fingerprint: str) -> None:
+        """Raises `TransportError` when a generator's weights of a published version are not the published ones."""
+        wanted = self.fingerprints.get(version)
+        if wanted is not None and wanted != fingerprint:
+            raise TransportError(f"weights of version {version} are {fingerprint}, published were {wanted}")

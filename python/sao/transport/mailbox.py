@@ -1,0 +1,235 @@
+"""The listening socket and the peers behind it: joining, fencing, reliable sending, liveness."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import zmq
+
+from sao.errors import Error, TransportError, WireError
+from sao.transport.link import Link
+from sao.transport.messages import Buffer, Message, check, decode, encode
+from sao.transport.sockets import bind_router
+
+log = logging.getLogger(__name__)
+MAX_FRAMES: Final = 8
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """One joined peer; `role`, `name` and `incarnation` are what its greeting said."""
+
+    identity: bytes
+    role: str
+    name: str
+    incarnation: int
+    hello: dict[str, Any]
+    link: Link
+    heard: float
+    unreachable_since: float | None = None
+    gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A message of a joined peer, as a handler sees it."""
+
+    peer: Peer
+    message: Message
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The message's body."""
+        return self.message.body
+
+    @property
+    def key(self) -> tuple[bytes, int]:
+        """Names this request among all others."""
+        return self.peer.identity, self.message.seq
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a request is answered with."""
+
+    kind: str = "ack"
+    body: dict[str, Any] = field(default_factory=dict)
+    frames: tuple[Buffer, ...] = ()
+
+
+class Mailbox:
+    """`on_join(peer)` returns the body of `welcome`, or raises to refuse; `on_leave(peer, reason)` is called once
+    when a joined peer says goodbye, is fenced by a newer incarnation, is unreachable, or is silent for
+    `peer_timeout_s`.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        on_join: Callable[[Peer], dict[str, Any]],
+        on_leave: Callable[[Peer, str], None],
+        max_message_bytes: int,
+        heartbeat_s: float,
+        peer_timeout_s: float,
+    ) -> None:
+        self._on_join, self._on_leave = on_join, on_leave
+        self._limit, self._heartbeat_s, self._peer_timeout_s = max_message_bytes, heartbeat_s, peer_timeout_s
+        self.peers: dict[bytes, Peer] = {}
+        self.bad_messages = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self.socket, self.endpoint = bind_router(self._context, endpoint, max_message_bytes)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    def receive(self, at_most: int) -> Iterator[Request]:
+        """New requests of joined peers that have arrived. Never waits; joining, repeats and rubbish are dealt with
+        here.
+        """
+        for _ in range(at_most):
+            try:
+                parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            request = self._accept(parts[0].bytes, [part.buffer for part in parts[1:]])
+            if request is not None:
+                yield request
+
+    def push(self, peer: Peer, kind: str, body: dict[str, Any], frames: Sequence[Buffer] = ()) -> None:
+        """Sends on our own account; sent again until the peer acknowledges it or is gone (`on_leave` is called then)."""
+        if peer.gone:
+            return
+        if not peer.link.open:
+            self.drop(peer, "does not acknowledge what it is sent")
+            return
+        low, seq = peer.link.low, peer.link.number()
+        wire = encode(Message(kind, body, tuple(frames), seq=seq, low=low), self._limit)
+        peer.link.sent(seq, wire, time.monotonic())
+        self._transmit(peer, wire)
+
+    def reply(self, request: Request, reply: Reply) -> None:
+        """Answers a request, now or later; without effect when the peer is gone."""
+        peer, seq = request.peer, request.message.seq
+        if peer.gone or seq == 0:
+            return
+        try:
+            wire = encode(Message(reply.kind, reply.body, reply.frames, re=seq), self._limit)
+        except WireError as error:
+            wire = encode(Message("error", {"error": "WireError", "text": str(error)}, re=seq), self._limit)
+        peer.link.answered(seq, wire)
+        self._transmit(peer, wire)
+
+    def drop(self, peer: Peer, reason: str) -> None:
+        """Forgets a peer. What it says from now on is answered with an error that makes it leave."""
+        if self.peers.get(peer.identity) is peer:
+            del self.peers[peer.identity]
+        if not peer.gone:
+            peer.gone = True
+            self._on_leave(peer, reason)
+
+    def beat(self) -> None:
+        """Once a heartbeat: sends again what is due, drops who is gone."""
+        now = time.monotonic()
+        for peer in list(self.peers.values()):
+            if now - peer.heard > 1.5 * self._heartbeat_s:  # one that is gone shows itself when it is addressed
+                self._transmit(peer, encode(Message("pong"), self._limit))
+            for wire in peer.link.due(now):
+                self._transmit(peer, wire)
+            if now - peer.heard > self._peer_timeout_s:
+                self.drop(peer, f"silent for {now - peer.heard:.1f} s")
+            elif peer.unreachable_since is not None and now - peer.unreachable_since > 2 * self._heartbeat_s:
+                self.drop(peer, f"unreachable for {now - peer.unreachable_since:.1f} s")
+
+    def close(self, linger_s: float) -> None:
+        """Closes the socket after giving queued messages `linger_s` seconds to leave."""
+        self._context.destroy(linger=int(linger_s * 1000))
+
+    def _accept(self, identity: bytes, frames: list[Buffer]) -> Request | None:
+        try:
+            message = decode(frames, self._limit, max_frames=MAX_FRAMES)
+        except WireError as error:
+            self.bad_messages += 1
+            log.warning("bad message from %r: %s", identity[:64], error)
+            return None
+        try:
+            check(message)
+        except WireError as error:
+            self.bad_messages += 1
+            self._refuse(identity, message, str(error), error="WireError")
+            return None
+        if message.kind == "hello":
+            self._join(identity, message)
+            return None
+        peer = self.peers.get(identity)
+        if peer is None:
+            if message.kind != "bye" and not message.re:
+                self._refuse(identity, message, "this peer has not joined, or was given up: join again", gone=True)
+            return None
+        peer.heard, peer.unreachable_since = time.monotonic(), None
+        if message.re:
+            peer.link.settle(message.re)
+        elif not peer.link.fresh(message):
+            kept = peer.link.answer(message.seq)
+            if kept is not None:
+                self._transmit(peer, kept)
+        elif message.kind == "ping":
+            self._transmit(peer, encode(Message("pong"), self._limit))
+        elif message.kind == "bye":
+            self.drop(peer, "said goodbye")
+        else:
+            return Request(peer, message)
+        return None
+
+    def _join(self, identity: bytes, message: Message) -> None:
+        """Welcomes a peer; a new one fences older incarnations of its name, a repeated greeting is answered again."""
+        hello = message.body
+        role, name, incarnation = hello["role"], hello["name"], hello["incarnation"]
+        known = self.peers.get(identity)
+        if known is not None and known.hello["nonce"] == hello["nonce"]:
+            kept = known.link.answer(message.seq)
+            if kept is not None:
+                self._transmit(known, kept)
+            return
+        for other in [p for p in self.peers.values() if (p.role, p.name) == (role, name)]:
+            if other.incarnation > incarnation:
+                text = f"{role} {name} incarnation {incarnation} is fenced: incarnation {other.incarnation} has joined"
+                self._refuse(identity, message, text, gone=True)
+                return
+            if other.identity != identity:
+                self._refuse(other.identity, Message("hello"), f"fenced by incarnation {incarnation}", gone=True)
+            self.drop(other, f"fenced by incarnation {incarnation}")
+        peer = Peer(identity, role, name, incarnation, hello, Link(max(self._heartbeat_s, 0.2)), time.monotonic())
+        peer.link.fresh(message)
+        self.peers[identity] = peer
+        try:
+            welcome = self._on_join(peer)
+        except Error as error:
+            peer.gone = True
+            del self.peers[identity]
+            self._refuse(identity, message, str(error), error=type(error).__name__, gone=True)
+            return
+        self.reply(Request(peer, message), Reply("welcome", welcome))
+
+    def _refuse(self, identity: bytes, message: Message, text: str, **more: Any) -> None:
+        wire = encode(Message("error", {"text": text, **more}, re=message.seq), self._limit)
+        try:
+            self.socket.send_multipart([identity, *wire], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            log.debug("refusal not delivered to %r: %s", identity[:64], error)
+
+    def _transmit(self, peer: Peer, wire: list[Buffer]) -> None:
+        try:
+            self.socket.send_multipart([peer.identity, *wire], zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            log.warning("%s: queue is full, sent again later", peer.name)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise TransportError(f"{peer.name}: {error.strerror}") from error
+            if peer.unreachable_since is None:
+                peer.unreachable_since = time.monotonic()
