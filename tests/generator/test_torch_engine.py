@@ -354,6 +354,8 @@ def test_release_cancel_and_close_end_requests_in_flight(tiny_model: Path) -> No
         completion = await released
         assert completion.stop_reason == "abort" and completion.token_ids.size > 0
         cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
         again = await engine.generate(request("cancelled", np.array([3, 4]), 3, id="again"))
         assert again.token_ids.size == 3
         late = asyncio.ensure_future(engine.generate(request("late", np.array([3]), 500)))

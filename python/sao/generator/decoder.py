@@ -78,20 +78,20 @@ class Decoder:
     def set_weights(self, tensors: Mapping[str, torch.Tensor], version: int, fingerprint: str) -> None:
         """Copies the tensors into the model and drops all cached keys and values.
 
-        Names must be those of the model's parameters (a tied parameter may come under one or all of its names).
+        Names must be those of `weights_of` the model (a tied parameter may come under one or all of its names).
         Raises `WeightsError` before anything is changed when a name is missing or unknown or a shape differs.
         """
-        wanted = dict(self.model.named_parameters())
-        known = dict(self.model.named_parameters(remove_duplicate=False))
-        owner = {id(parameter): name for name, parameter in wanted.items()}
+        wanted = weights_of(self.model)
+        known = self.model.state_dict(keep_vars=True)
+        owner = {id(tensor): name for name, tensor in wanted.items()}
         found: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             if name not in known:
                 raise WeightsError(f"weights of version {version}: {name}: the model has no such parameter")
-            if tensor.shape != known[name].shape or not tensor.is_floating_point():
+            if tensor.shape != known[name].shape or tensor.is_floating_point() != known[name].is_floating_point():
                 raise WeightsError(
-                    f"weights of version {version}: {name}: {tensor.dtype}{list(tensor.shape)}, "
-                    f"expected floats {list(known[name].shape)}"
+                    f"weights of version {version}: {name}: {tensor.dtype} {list(tensor.shape)}, "
+                    f"expected {known[name].dtype} {list(known[name].shape)} or another width of it"
                 )
             first = owner[id(known[name])]
             if first in found and not torch.equal(found[first], tensor):
@@ -101,8 +101,8 @@ class Decoder:
         if missing:
             raise WeightsError(f"weights of version {version}: {len(missing)} missing, first: {missing[0]}")
         with torch.no_grad():
-            for name, parameter in wanted.items():
-                parameter.copy_(found[name])
+            for name, tensor in wanted.items():
+                tensor.copy_(found[name])
         self._cached[:] = 0
         if self._poisoned:
             self._cache.clear()
@@ -306,3 +306,10 @@ class Decoder:
         self._requests[slot] = None
         self._active[slot] = False
         return request, completion
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters (a tied one once, under its first name) and saved buffers by name: what an update carries."""
+    saved = model.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return {**dict(model.named_parameters()), **buffers}

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from sao.errors import ClosedError, EngineError, Error
-from sao.generator.decoder import Decoder
+from sao.generator.decoder import Decoder, weights_of
 from sao.generator.engine import Completion, EngineStats, Request, empty_completion
 from sao.transport import weights
 from sao.transport.weights import WeightsRef
@@ -214,7 +214,7 @@ class TorchEngine:
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         decoder = Decoder(model, self._slots, self._context, self._seed)
-        decoder.set_version(0, weights.fingerprint(dict(model.named_parameters())))
+        decoder.set_version(0, weights.fingerprint(weights_of(model)))
         self._decoder = decoder
 
     def _enqueue(self, request: Request, future: asyncio.Future[Completion], outcomes: list[Outcome]) -> None:

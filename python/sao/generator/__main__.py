@@ -1,0 +1,67 @@
+"""`python -m sao.generator --run-folder DIR --endpoint E --name g0 --incarnation k`: one generator process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from sao.config import load_resolved
+from sao.errors import ConfigError, Error
+from sao.generator.actor import make_generator
+from sao.generator.blocking import DaemonExecutor
+
+DONE, FAILED, BAD_CONFIG = 0, 1, 2
+SWITCH_S = 0.0005  # the engine's thread gives up the lock at every tensor operation and would wait 5 ms to get it back
+
+log = logging.getLogger("sao.generator")
+
+
+async def _run(arguments: argparse.Namespace) -> None:
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(DaemonExecutor())
+    config = load_resolved(Path(arguments.run_folder) / "config.json")
+    generator = make_generator(config, arguments.endpoint, arguments.name, arguments.incarnation)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, generator.stop, signal.Signals(number).name)
+    await generator.run()
+
+
+def main() -> int:
+    """Runs until told to stop. Exit codes: 0 done, 1 failed, 2 the configuration is wrong (a restart is no use)."""
+    parser = argparse.ArgumentParser(prog="python -m sao.generator", description=__doc__)
+    parser.add_argument("--run-folder", required=True, help="folder that holds config.json")
+    parser.add_argument("--endpoint", required=True, help="address of the broker")
+    parser.add_argument("--name", required=True, help="name of this generator, unique in the run")
+    parser.add_argument("--incarnation", type=int, default=0, help="how often this name was started before")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are folders; nothing is fetched
+    sys.setswitchinterval(SWITCH_S)
+    try:
+        asyncio.run(_run(arguments))
+        return DONE
+    except ConfigError as error:
+        log.error("%s", error)
+        return BAD_CONFIG
+    except Error as error:
+        log.error("%s: %s", type(error).__name__, error)
+        return FAILED
+    except Exception:
+        log.exception("failed")
+        return FAILED
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if any(thread is not threading.main_thread() for thread in threading.enumerate()):
+        os._exit(code)  # a tool is stuck in a thread; the interpreter's own end could wait for it or crash under it
+    sys.exit(code)

@@ -1,0 +1,362 @@
+"""The generator: one engine, many episodes at once, one line to the broker.
+
+Everything here runs in one asyncio loop; the line's I/O thread and the engine's thread only leave things in it. A slot
+is an episode in flight: it is free again when the broker has acknowledged what became of the episode. Weights are taken
+over while episodes run; of several versions that came meanwhile only the newest is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from sao.config import Config
+from sao.envs import registry
+from sao.errors import ClosedError, ConfigError, EngineError, EnvironmentFailure, Error, ValidationError, WeightsError
+from sao.generator.engine import Engine, Request, check_completion
+from sao.generator.episode import Progress, Task, run_episode
+from sao.generator.render import Renderer
+from sao.generator.sampling import derive_seed
+from sao.trajectory import Trajectory, encode
+from sao.transport.client import Client
+from sao.transport.messages import Message
+from sao.transport.weights import WeightsRef
+
+_CODES = ("bad_logprob", "no_token_capture", "bad_completion", "aborted")  # what an EngineError may begin with
+_FIRST_TOKEN_S = 120.0  # deadline of the one-token request that shows whether the engine works
+
+log = logging.getLogger(__name__)
+
+
+class ClientFactory(Protocol):
+    """Makes the line to the broker; `Client` itself, or a double in tests."""
+
+    def __call__(self, *, on_push: Callable[[Message], None], on_lost: Callable[[Error], None]) -> Client: ...
+
+
+class Generator:
+    """Plays tasks for the broker until it is told to stop.
+
+    `engine` is not yet started. `sampling_seed` comes from `derive_seed(run seed, name, incarnation)`: restarted and
+    parallel generators never repeat one another's draws.
+    """
+
+    def __init__(
+        self, config: Config, engine: Engine, renderer: Renderer, connect: ClientFactory, sampling_seed: int
+    ) -> None:
+        self.config, self.engine, self.renderer = config, engine, renderer
+        self._connect, self._sampling_seed = connect, sampling_seed
+        self._episodes: dict[tuple[str, int, int], asyncio.Task[None]] = {}
+        self._received = 0
+        self._slots_due = False
+        self._wanted: WeightsRef | None = None
+        self._newer = asyncio.Event()
+        self._stopped = asyncio.Event()
+        self._fault: Exception | None = None
+        self._client: Client | None = None
+        self.failures: dict[str, int] = {}
+
+    async def run(self) -> None:
+        """Starts the engine, joins the broker and works until `stop`; then ends within `transport.shutdown_s`.
+
+        Raises what made it impossible to go on: `TransportError` (broker lost), `EngineError`, `WeightsError`,
+        `ConfigError`.
+        """
+        background: list[asyncio.Task[None]] = []
+        try:
+            await self._check_environment()
+            await self.engine.start(None)
+            await self.check_engine()
+            welcome = await self._join()
+            weights = welcome.get("weights")
+            if weights:
+                await self.engine.update_weights(WeightsRef.from_message(weights))
+            self._send("loaded", {"version": self.engine.version, "fingerprint": self.engine.fingerprint})
+            background = [asyncio.create_task(self._follow_weights()), asyncio.create_task(self._report())]
+            self._state_slots()
+            await self._stopped.wait()
+        finally:
+            await self._end(background)
+        if self._fault is not None:
+            raise self._fault
+
+    def stop(self, reason: str) -> None:
+        """Ends `run`; safe to call again."""
+        if not self._stopped.is_set():
+            log.info("stopping: %s", reason)
+        self._stopped.set()
+
+    async def check_engine(self) -> None:
+        """Asks for one token; it must come with its id, log-prob and version. Raises `EngineError`."""
+        ids = self.renderer.stop_token_ids[:1]
+        name = f"check-{time.monotonic_ns()}"
+        request = Request(name, name, np.asarray(ids, np.int32), 1, 1.0, (), 0)
+        try:
+            completion = await asyncio.wait_for(self.engine.generate(request), _FIRST_TOKEN_S)
+        except TimeoutError:
+            raise EngineError(f"engine: no token within {_FIRST_TOKEN_S:g} s") from None
+        check_completion(request, completion)
+        if completion.token_ids.size != 1:
+            raise EngineError(f"no_token_capture: {completion.token_ids.size} tokens, one was asked for")
+        await self.engine.release(name)
+
+    async def _check_environment(self) -> None:
+        """A wrong `[env]` is found before anything is played. Raises `ConfigError`."""
+        await registry.make(self.config.env.name, **self.config.env.args).close()
+
+    async def _join(self) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+
+        def pushed(message: Message) -> None:
+            _in_loop(loop, self._on_push, message)
+
+        def lost(error: Error) -> None:
+            _in_loop(loop, self._fail, error)
+
+        self._client = self._connect(on_push=pushed, on_lost=lost)
+        return await asyncio.to_thread(self._client.connect)
+
+    # -- what the broker says
+
+    def _on_push(self, message: Message) -> None:
+        body = message.body
+        if message.kind == "tasks":
+            self._received += len(body["tasks"])
+            for task in body["tasks"]:
+                self._start(Task(task["ordinal"], task["attempt"], task["seed"], task["split"]))
+        elif message.kind == "version":
+            self._wanted = WeightsRef.from_message(body)
+            self._newer.set()
+        elif message.kind == "cancel":
+            for (_, ordinal, attempt), episode in self._episodes.items():
+                if (ordinal, attempt) == (body.get("ordinal"), body.get("attempt")):
+                    episode.cancel()
+        elif message.kind == "stop":
+            self.stop(f"broker: {body['reason']}")
+        else:
+            log.warning("message of kind %r is not for a generator", message.kind)
+
+    def _fail(self, error: Exception) -> None:
+        """Ends `run` with this error."""
+        if not self._stopped.is_set():
+            self._fault = error
+        self.stop(f"{type(error).__name__}: {error}")
+
+    # -- episodes
+
+    def _start(self, task: Task) -> None:
+        key = (task.split, task.ordinal, task.attempt)
+        if self._stopped.is_set() or key in self._episodes:
+            return
+        episode = asyncio.create_task(self._play(task))
+        self._episodes[key] = episode
+        episode.add_done_callback(lambda done: self._finished(key, done))
+
+    def _finished(self, key: tuple[str, int, int], episode: asyncio.Task[None]) -> None:
+        del self._episodes[key]
+        if not episode.cancelled() and (error := episode.exception()) is not None:
+            self._fail(error if isinstance(error, Exception) else EngineError(repr(error)))
+        if not self._slots_due:  # several episodes that end in one turn of the loop make one message
+            self._slots_due = True
+            asyncio.get_running_loop().call_soon(self._state_slots)
+
+    def _state_slots(self) -> None:
+        self._slots_due = False
+        if not self._stopped.is_set():
+            free = self.config.generator.concurrency - len(self._episodes)
+            self._send("slots", {"free": max(0, free), "received": self._received})
+
+    async def _play(self, task: Task) -> None:
+        """One task to its acknowledged end: a trajectory, an evaluation's result, or a failure with its reason."""
+        progress = Progress()
+        try:
+            env = registry.make(self.config.env.name, **self.config.env.args)
+            trajectory = await run_episode(
+                self.engine,
+                env,
+                self.renderer,
+                task,
+                self.config,
+                sampling_seed=self._sampling_seed,
+                progress=progress,
+            )
+            await self._deliver(task, trajectory)
+            return
+        except EnvironmentFailure as failure:
+            reason, detail = failure.reason, failure.detail
+        except EngineError as error:
+            code = str(error).partition(":")[0]
+            reason, detail = (code if code in _CODES else "engine_error"), str(error)
+            if reason == "engine_error":
+                await self.check_engine()  # an engine that is broken for good ends this process, not the run
+        except ConfigError as error:
+            reason, detail = "reset_error", str(error)
+        except ValidationError as error:
+            reason, detail = "bad_trajectory", str(error)
+        await self._give_up(task, reason, detail, progress)
+
+    async def _deliver(self, task: Task, trajectory: Trajectory) -> None:
+        if task.split == "eval":
+            body = {
+                "ordinal": task.ordinal,
+                "attempt": task.attempt,
+                "reward": trajectory.reward,
+                "version": trajectory.max_version,
+            }
+            await self._ask("eval_result", body)
+            return
+        reply = await self._ask("trajectory", {}, encode(trajectory))
+        if reply is not None and not reply.body.get("accepted", True):
+            reason = reply.body.get("reason")
+            log.info("task %d attempt %d: refused: %s", task.ordinal, task.attempt, reason)
+
+    async def _give_up(self, task: Task, reason: str, detail: str, progress: Progress) -> None:
+        self.failures[reason] = self.failures.get(reason, 0) + 1
+        log.warning("task %d attempt %d failed: %s: %s", task.ordinal, task.attempt, reason, detail)
+        body: dict[str, Any] = {"ordinal": task.ordinal, "attempt": task.attempt, "reason": reason}
+        body["detail"] = detail[:2000]
+        if task.split == "eval":
+            await self._ask("eval_result", {**body, "reward": None, "version": self.engine.version})
+        else:
+            await self._ask("failure", {**body, "sampled_tokens": progress.sampled_tokens})
+
+    # -- weights
+
+    async def _follow_weights(self) -> None:
+        """Loads the newest version that was announced, again and again. Episodes go on meanwhile."""
+        while True:
+            await self._newer.wait()
+            self._newer.clear()
+            ref = self._wanted
+            if ref is None or ref.version <= self.engine.version:
+                continue
+            try:
+                await self.engine.update_weights(ref)
+            except WeightsError as error:
+                # The file may be gone because there are newer ones: their announcement is then on the way.
+                log.warning("weights of version %d not taken: %s", ref.version, error)
+                try:
+                    await asyncio.wait_for(self._newer.wait(), self.config.transport.peer_timeout_s)
+                except TimeoutError:
+                    self._fail(error)
+                    return
+                continue
+            except Error as error:
+                self._fail(error)
+                return
+            self._send("loaded", {"version": ref.version, "fingerprint": ref.fingerprint})
+
+    # -- the line
+
+    def _send(self, kind: str, body: dict[str, Any]) -> None:
+        """Sends without waiting; a lost broker is told by `on_lost`."""
+        try:
+            if self._client is not None:
+                self._client.send(kind, body)
+        except Error as error:
+            self._fail(error)
+
+    async def _ask(self, kind: str, body: dict[str, Any], frames: tuple[bytes, ...] = ()) -> Message | None:
+        """Sends and waits for the acknowledgement; None when the line is gone, which ends `run` elsewhere."""
+        assert self._client is not None
+        try:
+            return await asyncio.wrap_future(self._client.send(kind, body, frames))
+        except ClosedError:
+            return None
+        except Error as error:
+            self._fail(error)
+            return None
+
+    async def _report(self) -> None:
+        """Tells every heartbeat how busy the engine was since the last."""
+        before, at = self.engine.stats(), time.monotonic()
+        while True:
+            await asyncio.sleep(self.config.transport.heartbeat_s)
+            stats, now = self.engine.stats(), time.monotonic()
+            body = {
+                "busy_share": min(1.0, (stats.busy_s - before.busy_s) / (now - at)),
+                "tokens_per_s": (stats.sampled_tokens - before.sampled_tokens) / (now - at),
+                "running": stats.running,
+                "waiting": stats.waiting,
+                "sampled_tokens": stats.sampled_tokens,
+            }
+            before, at = stats, now
+            self._send("stats", body)
+
+    async def _end(self, background: list[asyncio.Task[None]]) -> None:
+        """Cancels everything and waits for it, together at most `transport.shutdown_s`."""
+        self._stopped.set()
+        tasks = [*background, *self._episodes.values()]
+        for task in tasks:
+            task.cancel()
+        deadline = time.monotonic() + self.config.transport.shutdown_s
+        if tasks:
+            await asyncio.wait(tasks, timeout=self.config.transport.shutdown_s / 2)
+        try:
+            await asyncio.wait_for(self.engine.close(), max(0.1, deadline - time.monotonic()))
+        except TimeoutError:
+            log.warning("engine: did not close within transport.shutdown_s = %g", self.config.transport.shutdown_s)
+        if self._client is not None:
+            await asyncio.to_thread(self._client.close)
+
+
+def make_engine(config: Config, renderer: Renderer, seed: int) -> Engine:
+    """The engine that `generator.engine` names, not yet started."""
+    generator, sampling = config.generator, config.sampling
+    if generator.engine == "torch":
+        from sao.generator.torch_engine import TorchEngine
+
+        return TorchEngine(
+            config.model.path,
+            slots=generator.concurrency,
+            context_tokens=sampling.context_tokens,
+            seed=seed,
+            threads=generator.threads,
+        )
+    if generator.engine == "vllm":
+        from sao.generator.vllm_engine import VllmEngine
+
+        return VllmEngine(
+            config.model.path,
+            context_tokens=sampling.context_tokens,
+            threads=generator.threads,
+            concurrency=generator.concurrency,
+            seed=seed,
+            vllm_args=generator.vllm_args,
+        )
+    from sao.generator.scripted_engine import ScriptedEngine
+
+    return ScriptedEngine(vocab_size=renderer.vocab_size, seed=seed)
+
+
+def make_generator(config: Config, endpoint: str, name: str, incarnation: int) -> Generator:
+    """A generator as `python -m sao.generator` runs it. Raises `ConfigError` and `EngineError`."""
+    seed = derive_seed(config.run.seed, name, incarnation)
+    renderer = Renderer(config.model.path)
+
+    def connect(*, on_push: Callable[[Message], None], on_lost: Callable[[Error], None]) -> Client:
+        return Client(
+            endpoint,
+            role="generator",
+            name=name,
+            incarnation=incarnation,
+            max_message_bytes=config.transport.max_message_bytes,
+            heartbeat_s=config.transport.heartbeat_s,
+            peer_timeout_s=config.transport.peer_timeout_s,
+            on_push=on_push,
+            on_lost=on_lost,
+        )
+
+    return Generator(config, make_engine(config, renderer, seed), renderer, connect, seed)
+
+
+def _in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[Any], None], argument: Any) -> None:
+    try:
+        loop.call_soon_threadsafe(call, argument)
+    except RuntimeError:  # the loop has ended, and with it everyone who could care
+        log.debug("after the end: %r", argument)
