@@ -20,7 +20,7 @@ from sao.broker.tasks import Generator, Pool, Task, TaskBook, reason_code, task_
 from sao.broker.versions import Versions
 from sao.broker.wire import Wire
 from sao.config import Config
-from sao.errors import TransportError, ValidationError, WireError
+from sao.errors import LedgerError, TransportError, ValidationError, WireError
 from sao.transport.messages import Buffer
 
 log = logging.getLogger(__name__)
@@ -64,11 +64,11 @@ class State:
         self.leases: dict[int, OpenLease] = {}
         self.failures_in_a_row = 0
         self.step = 0  # as the learner counts
+        self.ending = ""  # why no more training tasks and batches are given
         self.done: dict[str, Any] | None = None
         self._admission = _core.Admission(config.staleness.max_lag, config.learner.batch_trajectories)
         self._commits = 0  # since this broker was started, as are the trained trajectories that go with them
         self._trained_before: int = ledger.counts()["trained"]
-        self._ending = ""
         self._next_lease = 1
         self._last_evaluated = -1
 
@@ -202,7 +202,7 @@ class State:
         limit = self.config.learner.batch_trajectories
         if not 1 <= n <= limit:
             raise ValidationError(f"take.n: {n} is not in [1, learner.batch_trajectories = {limit}]")
-        ending = self.done["reason"] if self.done else self._ending
+        ending = self.done["reason"] if self.done else self.ending
         if ending:
             self.wire.no_batch(key, ending)
             return
@@ -244,10 +244,10 @@ class State:
             "step", {"step": step, "metrics": {**body["metrics"], **report.step_metrics(self, now)}}
         )
         last = step >= self.config.run.steps
-        if last and not self._ending:
+        if last and not self.ending:
             self._end("all steps done")
         every = self.config.eval.every_steps
-        if last or (every and step % every == 0 and not self._ending):
+        if last or (every and step % every == 0 and not self.ending):
             self._evaluate(now)
         self.progress(now)
         return {"version": self.versions.current, "step": self.step}
@@ -276,13 +276,17 @@ class State:
         if self.done is not None:
             return
         self.evals.abandon()
+        self._end(reason)
         if ok:
             for number in list(self.leases):
                 self._give_back(number)
             self.book.drop_all(self.pool, "run_ended")
             self.store.clear()
-        self.done = {"reason": reason, "ok": ok, "step": self.step, "tokens": self.book.settle()}
-        self._end(reason)
+        self.done = {"reason": reason, "failed": not ok, "step": self.step, "tokens": self.book.ledger.tokens()}
+        try:
+            self.book.settle()
+        except LedgerError as error:
+            self.done |= {"reason": f"{reason}; {error}", "failed": True}
         self.wire.to_supervisor("done", self.done)
         self.wire.to_learner("stop", {"reason": reason})
         for name in self.pool.by_name:
@@ -301,7 +305,7 @@ class State:
         """Rollouts that may be started now: by staleness, by the buffer's room, by the end of the run; the least
         counts.
         """
-        if self._ending:
+        if self.ending:
             return 0
         counts, batch = self.book.ledger.counts(), self.config.learner.batch_trajectories
         leased, ready, running = counts["leased"], counts["ready"], counts["issued"] + counts["generating"]
@@ -319,8 +323,8 @@ class State:
             self.takes.popleft()
         while (result := self.evals.finish(now)) is not None:
             self._evaluated(result)
-        if self._ending and not self.evals.busy and not self.leases:
-            self.finish(self._ending, now, ok=True)
+        if self.ending and not self.evals.busy and not self.leases:
+            self.finish(self.ending, now, ok=True)
             return
         self._dispatch(now)
         self._check_stuck(now)
@@ -470,12 +474,12 @@ class State:
             generator.evals.clear()
         self.wire.to_supervisor("eval", result)
         target, success = self.config.run.target_success, result["success"]
-        if target is not None and success is not None and success >= target and not self._ending:
+        if target is not None and success is not None and success >= target and not self.ending:
             self._end(f"held-out success {success:.4f} reached run.target_success = {target:g}")
 
     def _end(self, reason: str) -> None:
         """No more training tasks and batches; the run is over when the held-out rounds are."""
-        self._ending = self._ending or reason
+        self.ending = self.ending or reason
         while self.takes:
             self.wire.no_batch(self.takes.popleft().key, reason)
 

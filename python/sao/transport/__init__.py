@@ -2,7 +2,6 @@
 
 from sao.transport.actor import LATER, Actor
 from sao.transport.client import Client
-from sao.transport.lifeline import die_with_parent
 from sao.transport.mailbox import Mailbox, Peer, Reply, Request
 from sao.transport.messages import Message
 from sao.transport.sockets import private_folder
@@ -16,6 +15,5 @@ __all__ = [
     "Peer",
     "Reply",
     "Request",
-    "die_with_parent",
     "private_folder",
 ]

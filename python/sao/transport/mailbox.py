@@ -17,6 +17,7 @@ from sao.transport.sockets import bind_router
 
 log = logging.getLogger(__name__)
 MAX_FRAMES: Final = 8
+GOODBYE: Final = "said goodbye"
 
 
 @dataclass(eq=False, slots=True)
@@ -102,7 +103,7 @@ class Mailbox:
                 yield request
 
     def push(self, peer: Peer, kind: str, body: dict[str, Any], frames: Sequence[Buffer] = ()) -> None:
-        """Sends on our own account; sent again until the peer acknowledges it or is gone (`on_leave` is called then)."""
+        """Sends unasked; sent again until the peer acknowledges it or is gone (then `on_leave` is called)."""
         if peer.gone:
             return
         if not peer.link.open:
@@ -181,7 +182,7 @@ class Mailbox:
         elif message.kind == "ping":
             self._transmit(peer, encode(Message("pong"), self._limit))
         elif message.kind == "bye":
-            self.drop(peer, "said goodbye")
+            self.drop(peer, GOODBYE)
         else:
             return Request(peer, message)
         return None

@@ -1,0 +1,41 @@
+"""`python -m sao.broker --run-folder DIR --endpoint E`: the broker of one run. Logs to the standard error output."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from sao.broker.actor import Broker
+from sao.config import load_resolved
+from sao.errors import ConfigError, Error
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serves until the run has ended; 0 in order, 1 after an error, 2 for a wrong configuration."""
+    parser = argparse.ArgumentParser(prog="python -m sao.broker", description="The broker of one run.")
+    parser.add_argument(
+        "--run-folder", type=Path, required=True, help="folder with config.json; the ledger is kept here"
+    )
+    parser.add_argument("--endpoint", required=True, help="ipc://PATH in a folder with mode 0700, or tcp://HOST:PORT")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        config = load_resolved(arguments.run_folder / "config.json")
+        broker = Broker(config, arguments.run_folder, arguments.endpoint)
+    except (Error, OSError) as error:
+        logging.error("%s", error)
+        return 2 if isinstance(error, ConfigError) else 1
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda n, _frame: broker.end(f"broker received {signal.Signals(n).name}"))
+    try:
+        broker.run()
+    except Exception:
+        return 1  # logged where it happened
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

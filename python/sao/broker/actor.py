@@ -1,0 +1,259 @@
+"""The broker's process: its state behind a mailbox."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any, Final
+
+from sao import _core
+from sao.broker import report
+from sao.broker.state import State
+from sao.config import Config
+from sao.errors import ClosedError, LedgerError, TransportError, WireError
+from sao.transport.actor import LATER, Actor
+from sao.transport.mailbox import GOODBYE, Peer, Reply, Request
+from sao.transport.messages import Buffer
+from sao.transport.sockets import is_local
+
+log = logging.getLogger(__name__)
+ROLES: Final = ("generator", "learner", "supervisor")
+WORKERS: Final = ("generator", "learner")
+KEPT_MESSAGES: Final = 1000  # for a supervisor that has not joined yet
+TICK_S: Final = 1.0
+LEARNER_GRACE_S: Final = 60.0  # for a learner that has left to come back
+
+
+class Broker:
+    """Serves `endpoint` until the run is done and its workers have left; after `end`, `shutdown_s` later at the latest.
+
+    The ledger is `<run_folder>/ledger.log`; tasks that an earlier broker left unfinished there are started again.
+    Raises `TransportError` when it cannot listen and `LedgerError` when the ledger is damaged.
+    """
+
+    def __init__(self, config: Config, run_folder: Path, endpoint: str) -> None:
+        self._config = config
+        transport = config.transport
+        self.actor = Actor(
+            endpoint,
+            on_join=self._join,
+            on_leave=self._leave,
+            max_message_bytes=transport.max_message_bytes,
+            heartbeat_s=transport.heartbeat_s,
+            peer_timeout_s=transport.peer_timeout_s,
+        )
+        try:
+            self.ledger = _core.Ledger(str(run_folder / "ledger.log"))
+        except BaseException:
+            self.actor.close(0)
+            raise
+        self._mailbox = self.actor.mailbox
+        self._early: deque[tuple[str, dict[str, Any]]] = deque(maxlen=KEPT_MESSAGES)
+        self._takes: dict[Hashable, Request] = {}
+        self._endings = 0
+        self._closing_since: float | None = None
+        self.state = State(config, self.ledger, self, time.monotonic())
+        self._register()
+
+    def run(self) -> None:
+        """Serves to the end. Any error but those of peers ends the run with that reason and is raised."""
+        log.info("listening on %s", self.actor.endpoint)
+        if not is_local(self.actor.endpoint):
+            log.warning("%s is open to the network, without encryption or passwords", self.actor.endpoint)
+        try:
+            self.actor.run()
+        except Exception as error:
+            self._crash(error)
+            raise
+        finally:
+            self.actor.close()
+            try:
+                self.ledger.close()
+            finally:
+                log.info("closed")
+
+    def end(self, reason: str) -> None:
+        """Ends the run in order; the second call ends the broker at once. For signal handlers and other threads."""
+        self._endings += 1
+        if self._endings > 1:
+            self.actor.stop()
+        else:
+            self.actor.call(lambda: self._end(reason))
+
+    # -- how the state's decisions leave (`Wire`)
+
+    def to_generator(self, name: str, kind: str, body: dict[str, Any]) -> None:
+        """Pushes to one generator."""
+        for peer in self._of("generator"):
+            if peer.name == name:
+                self._mailbox.push(peer, kind, body)
+
+    def to_learner(self, kind: str, body: dict[str, Any]) -> None:
+        """Pushes to the learner."""
+        for peer in self._of("learner"):
+            self._mailbox.push(peer, kind, body)
+
+    def to_supervisor(self, kind: str, body: dict[str, Any]) -> None:
+        """Pushes to the supervisor; what happens before it joins is kept for it."""
+        peers = self._of("supervisor")
+        if not peers:
+            self._early.append((kind, body))
+        for peer in peers:
+            self._mailbox.push(peer, kind, body)
+
+    def batch(self, take: Hashable, body: dict[str, Any], frames: tuple[Buffer, ...]) -> None:
+        """Answers a waiting `take`; the frames are views of the buffer's memory and are not copied."""
+        self._mailbox.reply(self._takes.pop(take), Reply("batch", body, frames))
+
+    def no_batch(self, take: Hashable, reason: str) -> None:
+        """Answers a waiting `take`: the run has ended."""
+        self._mailbox.reply(self._takes.pop(take), Reply("stop", {"reason": reason}))
+
+    # -- messages
+
+    def _register(self) -> None:
+        on, actor = self._on, self.actor
+        on("slots", "generator", self._slots)
+        on("stats", "generator", lambda r, _: self.state.stats(r.peer.name, r.body))
+        on("loaded", "generator", lambda r, _: self.state.loaded(r.peer.name, r.body["version"], r.body["fingerprint"]))
+        on("trajectory", "generator", self._trajectory)
+        on("failure", "generator", lambda r, now: Reply(body=self.state.failure(r.peer.name, r.body, now)))
+        on("eval_result", "generator", lambda r, now: Reply(body=self.state.eval_result(r.peer.name, r.body, now)))
+        on("take", "learner", self._take)
+        on("commit", "learner", lambda r, now: Reply(body=self.state.commit(r.body, now)))
+        on("stop", "supervisor", lambda r, now: self.state.finish(r.body["reason"], now, ok=False))
+        actor.on("snapshot", lambda r: Reply("snapshot", self.snapshot()))
+        actor.on("error", self._worker_error, *WORKERS)
+        actor.on("cancel", self._cancel)
+        actor.every(TICK_S, self._tick)
+
+    def _on(self, kind: str, role: str, handler: Callable[[Request, float], Reply | None]) -> None:
+        def handle(request: Request) -> Reply | None:
+            now = time.monotonic()
+            try:
+                return handler(request, now)
+            except LedgerError as error:  # never train on books that do not close
+                self.state.finish(f"{kind} of {request.peer.name}: {error}", now, ok=False)
+                raise
+
+        self.actor.on(kind, handle, role)
+
+    def _slots(self, request: Request, now: float) -> None:
+        self.state.slots(request.peer.name, request.body["free"], request.body.get("received"), now)
+
+    def _trajectory(self, request: Request, now: float) -> Reply:
+        frames = request.message.frames
+        if len(frames) != 2:
+            raise WireError(f"trajectory: expected 2 frames (header, payload), got {len(frames)}")
+        return Reply(body=self.state.trajectory(request.peer.name, frames[0], frames[1], now))
+
+    def _take(self, request: Request, now: float) -> Reply:
+        self._takes[request.key] = request
+        try:
+            self.state.take(request.key, request.body["n"], now)
+        except Exception:
+            self._takes.pop(request.key, None)
+            raise
+        return LATER
+
+    def _cancel(self, request: Request) -> None:
+        key = (request.peer.identity, request.body.get("seq", 0))
+        self._takes.pop(key, None)
+        if request.peer.role == "learner":
+            self.state.give_up(key, time.monotonic())
+
+    def _worker_error(self, request: Request) -> None:
+        peer, text = request.peer, request.body["text"]
+        if peer.role == "learner":
+            self.state.finish(f"learner: {text}", time.monotonic(), ok=False)
+        else:
+            self.state.event("error", f"{peer.role} {peer.name}: {text}")
+
+    def snapshot(self) -> dict[str, Any]:
+        """The state's snapshot and the sizes of the transport's own maps."""
+        peers = list(self._mailbox.peers.values())
+        return {
+            **report.snapshot(self.state),
+            "peers": len(peers),
+            "pushes_not_acknowledged": sum(peer.link.waiting for peer in peers),
+            "answers_kept": sum(peer.link.remembered for peer in peers),
+            "requests_waiting": len(self._takes),
+            "bad_messages": self._mailbox.bad_messages,
+        }
+
+    # -- peers
+
+    def _join(self, peer: Peer) -> dict[str, Any]:
+        if peer.role not in ROLES:
+            raise TransportError(f"role {peer.role!r} is unknown, expected one of {', '.join(ROLES)}")
+        now = time.monotonic()
+        if peer.role == "learner":
+            others = [other for other in self._of("learner") if other is not peer]
+            if others:
+                raise TransportError(f"learner {others[0].name} is here already: a run has one learner")
+            self.state.learner_joined(peer.hello)
+        elif peer.role == "generator":
+            self.state.generator_joined(peer.name, now)
+        log.info("%s %s incarnation %d joined", peer.role, peer.name, peer.incarnation)
+        self.actor.call(lambda: self._joined(peer))  # after the welcome has been sent
+        return self.state.welcome()
+
+    def _joined(self, peer: Peer) -> None:
+        if peer.role == "supervisor":
+            early, self._early = self._early, deque(maxlen=KEPT_MESSAGES)
+            for kind, body in early:
+                self._mailbox.push(peer, kind, body)
+        elif self.state.done is not None:
+            self._mailbox.push(peer, "stop", {"reason": self.state.done["reason"]})
+
+    def _leave(self, peer: Peer, reason: str) -> None:
+        log.info("%s %s incarnation %d left: %s", peer.role, peer.name, peer.incarnation, reason)
+        now = time.monotonic()
+        if peer.role == "generator":
+            self.state.generator_left(peer.name, reason, now)
+        elif peer.role == "learner":
+            for key in [key for key, request in self._takes.items() if request.peer is peer]:
+                del self._takes[key]
+            self.state.learner_left(reason, now)
+            if reason == GOODBYE:
+                self.actor.after(LEARNER_GRACE_S, self._check_learner)
+
+    def _check_learner(self) -> None:
+        if not self.state.ending and not self._of("learner"):
+            steps = f"step {self.state.step} of {self._config.run.steps}"
+            self.state.finish(f"the learner left after {steps} and did not come back", time.monotonic(), ok=False)
+
+    def _of(self, role: str) -> list[Peer]:
+        return [peer for peer in self._mailbox.peers.values() if peer.role == role]
+
+    # -- time and the end
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self.state.tick(now)
+        if self.state.done is None:
+            return
+        self._closing_since = self._closing_since or now
+        peers = self._mailbox.peers.values()
+        overdue = now - self._closing_since > self._config.transport.shutdown_s
+        told = overdue or all(not peer.link.waiting for peer in peers)
+        alone = not any(peer.role in WORKERS for peer in peers)
+        if (told and alone) or (overdue and self._endings):
+            self.actor.stop()
+
+    def _end(self, reason: str) -> None:
+        self.state.finish(reason, time.monotonic(), ok=False)
+        self._tick()
+
+    def _crash(self, error: Exception) -> None:
+        log.exception("broker failed")
+        reason = f"broker: {type(error).__name__}: {error}"
+        try:
+            self.to_supervisor("done", {"reason": reason, "failed": True, "step": self.state.step})
+            for peer in [*self._of("learner"), *self._of("generator")]:
+                self._mailbox.push(peer, "stop", {"reason": reason})
+        except ClosedError:
+            log.error("peers could not be told")
