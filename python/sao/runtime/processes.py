@@ -113,32 +113,30 @@ def terminate(children: Sequence[Child]) -> None:
                 os.kill(child.pid, signal.SIGTERM)
 
 
-def kill(children: Sequence[Child], wait_s: float = 5.0) -> None:
-    """SIGKILL to the children and all their descendants that are left, and waits until they are gone.
+def kill(members: Callable[[], Sequence[psutil.Process]], wait_s: float = 5.0) -> None:
+    """SIGKILL to the members that there are now, and waits until they are gone.
 
     Twice: a process that was just being made while the first list was taken is in the second.
     """
     for _ in range(2):
-        family = _family(children)
+        family = members()
         for process in family:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(family, timeout=wait_s)
-    _reap(children)
 
 
-def _family(children: Sequence[Child]) -> list[psutil.Process]:
-    """Living descendants in the children's sessions or process trees; orphans are ours as we are their subreaper."""
-    sessions = {child.pid for child in children}
+def session(child: Child) -> list[psutil.Process]:
+    """Living processes in the session of a child, also after the child itself has ended."""
     found = []
     for process in descendants():
-        with suppress(ProcessLookupError, psutil.NoSuchProcess):
-            if os.getsid(process.pid) in sessions or sessions & {parent.pid for parent in process.parents()}:
+        with suppress(ProcessLookupError):
+            if os.getsid(process.pid) == child.pid:
                 found.append(process)
     return found
 
 
-def _reap(children: Sequence[Child]) -> None:
+def reap(children: Sequence[Child]) -> None:
     """Collects orphans that became ours; the children themselves are collected by their watchers."""
     watched = {child.pid for child in children}
     for process in psutil.Process().children():

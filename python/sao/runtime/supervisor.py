@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+import psutil
+
 from sao.config import Config
 from sao.errors import Error
 from sao.runtime import launch, processes
@@ -30,6 +32,7 @@ START_S: Final = 60.0  # for the broker to answer
 GOODBYE_S: Final = 10.0  # between a child's regular exit and the broker's word that the run is done
 SAVE_S: Final = 600.0  # for the learner to write its last checkpoint after a regular end
 STALL_S: Final = 120.0  # without a step; doubled at each report
+TERMINATE_S: Final = 5.0  # between SIGTERM and SIGKILL, or transport.shutdown_s if that is less
 TICK_S: Final = 1.0  # the live view's clock
 
 EXIT_DONE, EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -89,6 +92,7 @@ class Supervisor:
     def run(self) -> Outcome:
         """Runs to the end and returns how it ended. Call it from the main thread; signals are put back afterwards."""
         processes.become_subreaper()
+        strangers = set(processes.descendants())
         handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, self._on_signal) for number in handled}
         try:
@@ -100,7 +104,7 @@ class Supervisor:
             raise
         finally:
             try:
-                self._end()
+                self._end(strangers)
             finally:
                 for number, handler in before.items():
                     signal.signal(number, handler)
@@ -181,7 +185,7 @@ class Supervisor:
             del self._running[name]
         if self._outcome is not None:
             return
-        processes.kill([child])  # what it started must not outlive it
+        processes.kill(lambda: processes.session(child))  # what it started must not outlive it
         if child.exit_code == 0:  # regular: the broker's word that the run is done is on its way
             self._done_by = self._done_by or time.monotonic() + GOODBYE_S
             return
@@ -234,27 +238,34 @@ class Supervisor:
 
     # -- end
 
-    def _end(self) -> None:
+    def _end(self, strangers: set[psutil.Process]) -> None:
+        """Ends every process that came to be during the run; `strangers` were there before it."""
         outcome = self._outcome or Outcome(EXIT_FAILED, "supervisor failed")
         signals_before, shutdown_s = self._signals, self._config.transport.shutdown_s
         if outcome.exit_code == EXIT_INTERRUPTED:
             signals_before = 1
-            self._report(
-                "event", {"level": "info", "text": f"{outcome.reason}; ending in order, once more kills at once"}
-            )
-        if self._client is not None and self._client.lost is None and "broker" in self._running:
-            try:
-                self._client.send("stop", {"reason": outcome.reason.splitlines()[0]})
-            except Error as error:
-                self._report("event", {"level": "warning", "text": f"stop could not be sent: {error}"})
-        if outcome.exit_code == EXIT_DONE:
-            self._wait(lambda: not self._of_role("learner"), SAVE_S, signals_before)
-        self._wait(lambda: not self._running, shutdown_s, signals_before)
+            text = f"{outcome.reason}; ending in order, once more kills at once"
+            self._report("event", {"level": "info", "text": text})
+        if self._ask_to_stop(outcome.reason.splitlines()[0]):
+            if outcome.exit_code == EXIT_DONE:
+                self._wait(lambda: not self._of_role("learner"), SAVE_S, signals_before)
+            self._wait(lambda: not self._running, shutdown_s, signals_before)
         processes.terminate(self._children)
-        self._wait(lambda: not self._running, min(shutdown_s, 5.0), signals_before)
-        processes.kill(self._children)
+        self._wait(lambda: not self._running, min(shutdown_s, TERMINATE_S), signals_before)
+        processes.kill(lambda: [process for process in processes.descendants() if process not in strangers])
+        processes.reap(self._children)
         if self._client is not None:
             self._client.close()
+
+    def _ask_to_stop(self, reason: str) -> bool:
+        """Whether the broker could be told; it tells the others."""
+        if self._client is None or self._client.lost is not None or "broker" not in self._running:
+            return False
+        try:
+            self._client.send("stop", {"reason": reason})
+        except Error:
+            return False
+        return True
 
     def _of_role(self, role: str) -> list[Child]:
         return [child for child in self._running.values() if child.command.role == role]

@@ -1,0 +1,192 @@
+"""`sao doctor`: what this installation has, what it lacks and what a run would use. Cleans up after killed runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Literal
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sao.envs import registry
+from sao.errors import Error
+from sao.runtime import folders, launch
+from sao.transport.actor import Actor
+from sao.transport.client import Client
+from sao.transport.sockets import private_folder
+
+State = Literal["ok", "note", "fault"]
+STYLES: dict[State, str] = {"ok": "green", "note": "yellow", "fault": "bold red"}
+GIB = 1 << 30
+TORCH_PROBE_S = 60.0
+
+# Package -> what is missing without it.
+OPTIONAL = {
+    "transformers": "models cannot be loaded: pip install 'sao[train]'",
+    "safetensors": "weights cannot be read: pip install 'sao[train]'",
+    "vllm": "generator.engine = 'vllm' is not available: pip install 'sao[vllm]'",
+    "reasoning_gym": "environment 'reasoning_gym' is not available: pip install 'sao[envs]'",
+    "tensorboard": "no TensorBoard files: pip install 'sao[tracking]'",
+    "matplotlib": "no curves.png: pip install 'sao[tracking]'",
+}
+
+# Run in a process of its own: the supervisor never imports torch.
+_TORCH_PROBE = """
+import json, torch
+from torch.backends.cpu import get_cpu_capability
+gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+flash = torch.backends.cuda.flash_sdp_enabled()
+print(json.dumps({"gpus": gpus, "cpu": get_cpu_capability(), "threads": torch.get_num_threads(), "flash": flash}))
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row: what was looked at, how it is, and what was found."""
+
+    subject: str
+    state: State
+    text: str
+
+
+def show(console: Console | None = None) -> bool:
+    """Prints the table; returns whether training can start here."""
+    console = console or Console(highlight=False)
+    found = findings()
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for finding in found:
+        style = STYLES[finding.state]
+        table.add_row(Text(finding.state, style), Text(finding.subject, "bold"), Text(finding.text))
+    console.print(table)
+    return all(finding.state != "fault" for finding in found)
+
+
+def findings() -> list[Finding]:
+    """All checks in order. Removes what killed runs left behind."""
+    checks: tuple[Callable[[], list[Finding]], ...] = (
+        _python,
+        _core,
+        _torch,
+        _packages,
+        _machine,
+        _sockets,
+        _leftovers,
+    )
+    return [finding for check in checks for finding in check()]
+
+
+def _python() -> list[Finding]:
+    text = f"{platform.python_version()} ({sys.executable}), {platform.system()} {platform.machine()}"
+    return [Finding("python", "ok", text)]
+
+
+def _core() -> list[Finding]:
+    try:
+        import sao._core
+
+        return [Finding("sao", "ok", f"{version('sao')}, core {sao._core.__file__}")]
+    except ImportError as error:
+        return [Finding("sao", "fault", f"the native core does not load ({error}): maturin develop --release")]
+
+
+def _torch() -> list[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        return [Finding("torch", "fault", "not installed: pip install 'sao[train]'")]
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-c", _TORCH_PROBE], capture_output=True, text=True, timeout=TORCH_PROBE_S, check=True
+        )
+        has = json.loads(probe.stdout)
+    except (subprocess.SubprocessError, ValueError) as error:
+        detail = getattr(error, "stderr", "") or str(error)
+        return [Finding("torch", "fault", f"{version('torch')} does not import: {detail.strip().splitlines()[-1]}")]
+    gpus = has["gpus"]
+    found = [Finding("torch", "ok", f"{version('torch')}, {has['threads']} threads by default")]
+    found.append(Finding("devices", "ok", ", ".join(gpus) if gpus else f"CPU ({has['cpu']}), no GPU"))
+    vllm = importlib.util.find_spec("vllm") is not None
+    attention = "flash attention" if gpus and has["flash"] else "torch's scaled dot product attention (CPU)"
+    engines = f"torch{', vllm' if vllm else ''}; attention of the learner: {attention}"
+    return [*found, Finding("engines", "ok", engines)]
+
+
+def _packages() -> list[Finding]:
+    found = [Finding("pyzmq", "ok", version("pyzmq"))]
+    for package, without in OPTIONAL.items():
+        here = importlib.util.find_spec(package) is not None
+        found.append(Finding(package, "ok", _version(package)) if here else Finding(package, "note", without))
+    return [*found, Finding("environments", "ok", ", ".join(registry.names()))]
+
+
+def _version(package: str) -> str:
+    for name in (package, package.replace("_", "-"), f"{package}-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "installed"
+
+
+def _machine() -> list[Finding]:
+    memory = psutil.virtual_memory()
+    found = [
+        Finding("cpus", "ok", f"{launch.available_cpus()} usable of {psutil.cpu_count()}"),
+        Finding("memory", "ok", f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB"),
+    ]
+    if not folders.SHARED_MEMORY.is_dir():
+        return [*found, Finding("shared memory", "note", "no /dev/shm: weights go through the run folder")]
+    free = shutil.disk_usage(folders.SHARED_MEMORY).free
+    state: State = "ok" if free > GIB else "note"
+    return [*found, Finding("shared memory", state, f"{free / GIB:.1f} GiB free; four copies of the weights must fit")]
+
+
+def _sockets() -> list[Finding]:
+    folder = private_folder(folders.PREFIX, str(folders.SOCKETS))
+    try:
+        endpoints = {"ipc": f"ipc://{folder / 'doctor'}", "loopback tcp": "tcp://127.0.0.1:0"}
+        return [_reachable(kind, endpoint) for kind, endpoint in endpoints.items()]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _reachable(kind: str, endpoint: str) -> Finding:
+    """Whether a client reaches a listening actor, over the transport that a run uses."""
+    try:
+        actor = Actor(
+            endpoint, on_join=lambda peer: {"version": 0, "weights": None}, on_leave=lambda peer, reason: None
+        )
+    except Error as error:
+        return Finding(kind, "fault", str(error))
+    served = threading.Thread(target=actor.run, daemon=True)
+    served.start()
+    try:
+        with Client(actor.endpoint, role="supervisor", name="doctor") as client:
+            started_s = time.perf_counter()
+            client.connect(deadline_s=5.0)
+            return Finding(kind, "ok", f"answer in {1000 * (time.perf_counter() - started_s):.1f} ms")
+    except Error as error:
+        return Finding(kind, "fault", str(error))
+    finally:
+        actor.stop()
+        served.join(timeout=5.0)
+        actor.close()
+
+
+def _leftovers() -> list[Finding]:
+    gone = folders.remove_stale()
+    return (
+        [Finding("leftovers", "note", f"removed {', '.join(map(str, gone))}, left by runs that were killed")]
+        if gone
+        else []
+    )

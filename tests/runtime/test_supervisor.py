@@ -1,0 +1,209 @@
+"""The supervisor with stand-in actors: whatever ends a run, it is said why, and no process or file is left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+SCRIPT = Path(__file__).with_name("run_supervisor.py")
+LIMIT_S = 30.0
+
+
+class Run:
+    """A supervisor process; its records are read line by line."""
+
+    def __init__(self, folder: Path, *scenario: str) -> None:
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(folder), *scenario], stdout=subprocess.PIPE, text=True
+        )
+        self.records: list[dict] = []
+        self.private = [Path(path) for key, path in self.until("private").items() if key != "kind"]
+        self.family: set[psutil.Process] = set()
+
+    def until(self, kind: str, text: str = "") -> dict:
+        """Reads on to the next record of a kind (that holds a text)."""
+        for line in self.process.stdout:
+            self.records.append(json.loads(line))
+            if self.records[-1]["kind"] == kind and text in json.dumps(self.records[-1]):
+                return self.records[-1]
+        raise AssertionError(f"no {kind} record with {text!r}, only {self.records}")
+
+    def look(self) -> None:
+        """Remembers all processes of the run."""
+        self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
+
+    def end(self) -> dict:
+        """Waits for the end, checks that nothing is left, and returns the outcome."""
+        outcome = self.until("outcome")
+        self.process.wait(LIMIT_S)
+        assert self.process.returncode == outcome["exit_code"]
+        self.nothing_left()
+        return outcome
+
+    def nothing_left(self, within_s: float = 0.5) -> None:
+        _, alive = psutil.wait_procs(self.family, timeout=within_s)
+        assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE], alive
+        mine = [p for p in psutil.process_iter(["cmdline"]) if str(self.folder) in " ".join(p.info["cmdline"] or [])]
+        assert not mine, mine
+        assert not [path for path in self.private if path.exists()]
+
+
+@pytest.fixture
+def start(tmp_path):
+    runs = []
+
+    def begin(*scenario: str) -> Run:
+        runs.append(Run(tmp_path / "run", *scenario))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.process.kill()
+        run.process.wait(LIMIT_S)
+        run.process.stdout.close()
+
+
+def test_a_regular_run_ends_with_the_brokers_word(start):
+    run = start("normal")
+    outcome = run.end()
+    assert outcome == {"kind": "outcome", "exit_code": 0, "reason": "3 steps done"}
+    assert [record["step"] for record in run.records if record["kind"] == "step"] == [1, 2, 3]
+    assert [record["success"] for record in run.records if record["kind"] == "eval"] == [0.5]
+    assert {path.name for path in (run.folder / "logs").iterdir()} == {"broker.log", "learner.log", "g0.log", "g1.log"}
+
+
+def test_a_failure_that_the_broker_names_is_the_outcome(start):
+    outcome = start("environment_fails").end()
+    assert (outcome["exit_code"], outcome["reason"]) == (1, "environment lookup failed 32 times in a row: timeout")
+
+
+def test_a_generator_that_dies_is_started_again_under_the_next_incarnation(start):
+    run = start("endless", "generator_dies")
+    texts = [run.until("event", "incarnation 1")["text"] for _ in range(2)]
+    assert {text.split()[0] for text in texts} == {"g0", "g1"}
+    assert all("exit code 3" in text and "out of memory" in text for text in texts)
+    run.until("step")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end()["exit_code"] == 130
+
+
+def test_a_generator_that_keeps_dying_ends_the_run_with_its_last_words(start):
+    outcome = start("endless", "generator_dies", "always").end()
+    assert outcome["exit_code"] == 1
+    first, *words = outcome["reason"].splitlines()
+    assert "ended unexpectedly 4 times in 300 s (exit code 3)" in first and "logs/g" in first
+    assert words == ["Traceback: out of memory"]
+
+
+@pytest.mark.parametrize("role", ["learner", "broker"])
+def test_the_death_of_learner_or_broker_ends_the_run_with_its_last_words(start, role):
+    outcome = start("endless", f"{role}_dies").end()
+    assert outcome["exit_code"] == 1
+    assert outcome["reason"].startswith(f"{role} ended unexpectedly (exit code {7 if role == 'broker' else 3})")
+    assert outcome["reason"].endswith("the ledger is full" if role == "broker" else "Traceback: out of memory")
+
+
+def test_a_killed_process_is_named_with_its_signal(start):
+    run = start("endless")
+    run.until("step")
+    run.look()
+    (broker,) = [p for p in run.family if "sao.broker" in p.cmdline()]
+    broker.kill()
+    assert "broker ended unexpectedly (killed by SIGKILL)" in run.end()["reason"]
+
+
+def test_a_child_that_leaves_too_early_is_named(start, monkeypatch):
+    run = start("endless", "learner_leaves")
+    outcome = run.end()
+    assert (outcome["exit_code"], outcome["reason"]) == (1, "learner ended before the run was done")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_all_in_order(start, number):
+    run = start("endless", "generator_forks")
+    run.until("step")
+    run.look()
+    assert len(run.family) == 6
+    run.process.send_signal(number)
+    assert run.end()["reason"] == f"interrupted by {number.name}"
+
+
+def test_processes_that_ignore_everything_are_killed(start):
+    run = start("endless", "deaf", "generator_forks", "own_session")
+    run.until("step")
+    run.look()
+    began = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()["exit_code"] == 130
+    assert 1.5 < time.monotonic() - began < 12
+
+
+def test_a_second_interrupt_kills_at_once(start):
+    run = start("endless", "deaf")
+    run.until("step")
+    run.look()
+    run.process.send_signal(signal.SIGINT)
+    run.until("event", "ending in order")
+    began = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    run.end()
+    assert time.monotonic() - began < 1.4
+
+
+def test_what_a_dead_generator_had_started_dies_with_it(start):
+    run = start("endless", "generator_forks", "own_session", "generator_dies")
+    run.until("event", "incarnation 1")
+    run.until("event", "incarnation 1")
+    helpers = [int(line.split()[1]) for name in ("g0", "g1") for line in _log(run, name) if line.startswith("helper")]
+    alive = [pid for pid in helpers if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    assert len(alive) <= 2, "only those of the second incarnations may live"
+    run.look()
+    run.process.send_signal(signal.SIGTERM)
+    run.end()
+
+
+def test_when_the_supervisor_itself_is_killed_its_children_end(start):
+    run = start("endless")
+    run.until("step")
+    run.look()
+    assert len(run.family) == 4
+    run.process.kill()
+    run.process.wait(LIMIT_S)
+    _, alive = psutil.wait_procs(run.family, timeout=10)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    from sao.runtime import folders
+
+    assert set(run.private) <= set(folders.stale())
+    folders.remove_stale()
+    run.nothing_left()
+
+
+def _log(run: Run, name: str) -> list[str]:
+    return (run.folder / "logs" / f"{name}.log").read_text().splitlines()
+
+
+def test_signal_handlers_are_put_back(tmp_path):
+    from sao.config import parse
+    from sao.runtime import launch
+    from sao.runtime.supervisor import Supervisor
+
+    before = signal.getsignal(signal.SIGTERM)
+    places = launch.Places(tmp_path, tmp_path, tmp_path / "store", "nonsense://")
+    config = parse({"model": {"path": "m"}, "env": {"name": "lookup"}, "generator": {"count": 1}})
+    (tmp_path / "logs").mkdir()
+    launch_before = launch._module
+    launch._module = lambda module, places: ("/bin/sleep", "60")
+    try:
+        with pytest.raises(Exception, match="nonsense"):
+            Supervisor(config, places, tmp_path / "logs", lambda kind, fields: None).run()
+    finally:
+        launch._module = launch_before
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert not [child for child in psutil.Process(os.getpid()).children() if "sleep" in child.name()]
