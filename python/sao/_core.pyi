@@ -107,7 +107,7 @@ def advantages(
     skip_observations: bool = True,
     bootstrap: NDArray[np.float32] | None = None,
     turn_rewards: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None,
-    threads: int = 0,
+    threads: int = 1,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float64]]:
     """(advantages, targets, lambdas); documented at `sao.advantages`."""
 

@@ -124,6 +124,17 @@ pub struct Layout {
     pub quadratic_cost: f64,
 }
 
+impl Layout {
+    fn cost(&self, length: i64) -> f64 {
+        let n = length as f64;
+        self.linear_cost * n + self.quadratic_cost * n * n
+    }
+
+    fn rows_per_step(&self) -> usize {
+        self.ranks * self.rows_per_micro_batch
+    }
+}
+
 /// Where every segment goes: rank, micro-batch, row of the micro-batch and first token inside the row.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
@@ -145,10 +156,11 @@ pub struct Plan {
 
 /// Lays `lengths` out over ranks and micro-batches.
 ///
-/// Rows are the bins of [`pack`]. Every rank gets the same number of micro-batches, the least that holds all rows, so
-/// that no rank waits in a collective the others never enter. Rows of similar cost share a micro-batch index, and within
-/// one the heaviest go to the rank with the least work so far. A rank may have fewer rows in its last micro-batch, or none
-/// at all there; no micro-batch is empty on all ranks.
+/// Every rank gets the same number of micro-batches, so that no rank waits in a collective the others never enter. Two
+/// layouts are tried: the rows of [`pack`] dealt by falling cost, and rows filled for the whole micro-batch at once, each
+/// segment to the cheapest row that has room. Fewer micro-batches win, then the shorter time when every micro-batch
+/// takes as long as its slowest rank. A rank may have fewer rows in its last micro-batch, or none at all; no micro-batch
+/// is empty on all ranks.
 ///
 /// # Errors
 /// [`Error::Validation`] for a length outside `1..=row_tokens`, for no lengths, and for parameters out of range.
@@ -160,16 +172,97 @@ pub fn plan(lengths: &[i64], layout: &Layout) -> Result<Plan> {
             "lengths: empty; a plan needs at least one segment".into(),
         ));
     }
-    let bins = pack(lengths, layout.row_tokens)?;
+    let costs: Vec<f64> = lengths.iter().map(|&length| layout.cost(length)).collect();
+    let dealt = deal(
+        &by_falling_cost(pack(lengths, layout.row_tokens)?, &costs, layout),
+        lengths,
+        &costs,
+        layout,
+    );
+    let filled = deal(
+        &fill_steps(lengths, &costs, layout),
+        lengths,
+        &costs,
+        layout,
+    );
+    let rank = |plan: &Plan| (plan.n_micro_batches, lock_step(plan, layout));
+    let mut plan = if rank(&filled) < rank(&dealt) {
+        filled
+    } else {
+        dealt
+    };
+    plan.hash = hash(lengths, layout, &plan);
+    Ok(plan)
+}
+
+/// Rows of a step, one after another; a step is a micro-batch of all ranks.
+struct Steps {
+    bins: Bins,
+    /// Bin indices of each step.
+    steps: Vec<Vec<usize>>,
+}
+
+fn row_cost(items: &[i64], costs: &[f64]) -> f64 {
+    items.iter().map(|&item| costs[item as usize]).sum()
+}
+
+/// Rows of like cost in the same step, so that ranks wait little for one another.
+fn by_falling_cost(bins: Bins, costs: &[f64], layout: &Layout) -> Steps {
     let row_costs: Vec<f64> = (0..bins.count())
-        .map(|bin| cost_of(bins.bin(bin), lengths, layout))
+        .map(|bin| row_cost(bins.bin(bin), costs))
         .collect();
     let mut rows: Vec<usize> = (0..bins.count()).collect();
     rows.sort_by(|&a, &b| row_costs[b].total_cmp(&row_costs[a]).then(a.cmp(&b)));
+    let steps = rows
+        .chunks(layout.rows_per_step())
+        .map(<[usize]>::to_vec)
+        .collect();
+    Steps { bins, steps }
+}
 
-    let per_step = layout.ranks * layout.rows_per_micro_batch;
-    let n_micro_batches = rows.len().div_ceil(per_step);
-    let n = lengths.len();
+/// Longest first, each segment into the first step with room for it, and there into the cheapest row that has room.
+fn fill_steps(lengths: &[i64], costs: &[f64], layout: &Layout) -> Steps {
+    let width = layout.rows_per_step().min(lengths.len());
+    let mut bin_of = vec![0u32; lengths.len()];
+    let (mut room, mut cost, mut most_room) = (Vec::new(), Vec::<f64>::new(), Vec::new());
+    for item in longest_first(lengths) {
+        let length = lengths[item as usize];
+        let step = most_room
+            .iter()
+            .position(|&room| room >= length)
+            .unwrap_or_else(|| {
+                room.resize(room.len() + width, layout.row_tokens);
+                cost.resize(cost.len() + width, 0.0);
+                most_room.push(layout.row_tokens);
+                most_room.len() - 1
+            });
+        let rows = step * width..(step + 1) * width;
+        let cheapest = rows
+            .clone()
+            .filter(|&row| room[row] >= length)
+            .min_by(|&a, &b| cost[a].total_cmp(&cost[b]));
+        // `most_room` says that some row has room.
+        let row = cheapest.unwrap_or(rows.start);
+        room[row] -= length;
+        cost[row] += costs[item as usize];
+        most_room[step] = room[rows].iter().copied().max().unwrap_or(0);
+        bin_of[item as usize] = row as u32;
+    }
+    let bins = Bins::from_assignment(&bin_of, room.len());
+    let of_step = |step: usize| {
+        let mut rows: Vec<usize> = (step * width..(step + 1) * width)
+            .filter(|&row| !bins.bin(row).is_empty())
+            .collect();
+        rows.sort_by(|&a, &b| cost[b].total_cmp(&cost[a]).then(a.cmp(&b)));
+        rows
+    };
+    let steps = (0..most_room.len()).map(of_step).collect();
+    Steps { bins, steps }
+}
+
+/// Deals the rows of every step over the ranks, heaviest first to the rank with the lightest micro-batch, then load.
+fn deal(rows: &Steps, lengths: &[i64], costs: &[f64], layout: &Layout) -> Plan {
+    let (n, n_micro_batches) = (lengths.len(), rows.steps.len());
     let mut plan = Plan {
         rank: vec![0; n],
         micro_batch: vec![0; n],
@@ -180,42 +273,47 @@ pub fn plan(lengths: &[i64], layout: &Layout) -> Result<Plan> {
         hash: 0,
     };
     let mut load = vec![0.0f64; layout.ranks];
-    for (step, rows) in rows.chunks(per_step).enumerate() {
+    for (step, bins) in rows.steps.iter().enumerate() {
         let mut used = vec![0usize; layout.ranks];
-        for &row in rows {
-            let rank = least_loaded(step, &plan, &load, &used, layout);
-            for (item, position) in starts(bins.bin(row), lengths) {
+        let mut micro_batch = vec![0.0f64; layout.ranks];
+        for &bin in bins {
+            let lighter = |&a: &usize, &b: &usize| {
+                micro_batch[a]
+                    .total_cmp(&micro_batch[b])
+                    .then(load[a].total_cmp(&load[b]))
+                    .then(a.cmp(&b))
+            };
+            let free = (0..layout.ranks).filter(|&rank| used[rank] < layout.rows_per_micro_batch);
+            let Some(rank) = free.min_by(lighter) else {
+                continue;
+            };
+            let items = rows.bins.bin(bin);
+            for (item, position) in starts(items, lengths) {
                 plan.rank[item] = rank as i32;
                 plan.micro_batch[item] = step as i32;
                 plan.row[item] = used[rank] as i32;
                 plan.position[item] = position;
             }
+            let cost = row_cost(items, costs);
             used[rank] += 1;
-            load[rank] += row_costs[row];
-            plan.costs[rank * n_micro_batches + step] += row_costs[row];
+            micro_batch[rank] += cost;
+            load[rank] += cost;
+        }
+        for (rank, cost) in micro_batch.into_iter().enumerate() {
+            plan.costs[rank * n_micro_batches + step] = cost;
         }
     }
-    plan.hash = hash(lengths, layout, &plan);
-    Ok(plan)
+    plan
 }
 
-/// The rank that is free in this step with the lightest micro-batch so far, then the lightest load, then the lowest number.
-fn least_loaded(step: usize, plan: &Plan, load: &[f64], used: &[usize], layout: &Layout) -> usize {
-    let mut best: Option<(f64, f64, usize)> = None;
-    for rank in 0..layout.ranks {
-        if used[rank] == layout.rows_per_micro_batch {
-            continue;
-        }
-        let key = (
-            plan.costs[rank * plan.n_micro_batches + step],
-            load[rank],
-            rank,
-        );
-        if best.is_none_or(|best| key < best) {
-            best = Some(key);
-        }
-    }
-    best.map_or(0, |(_, _, rank)| rank)
+/// Time of the step when each micro-batch takes as long as its slowest rank.
+fn lock_step(plan: &Plan, layout: &Layout) -> f64 {
+    let slowest = |step: usize| {
+        (0..layout.ranks)
+            .map(|rank| plan.costs[rank * plan.n_micro_batches + step])
+            .fold(0.0, f64::max)
+    };
+    (0..plan.n_micro_batches).map(slowest).sum()
 }
 
 fn starts<'a>(items: &'a [i64], lengths: &'a [i64]) -> impl Iterator<Item = (usize, i32)> + 'a {
@@ -224,16 +322,6 @@ fn starts<'a>(items: &'a [i64], lengths: &'a [i64]) -> impl Iterator<Item = (usi
         *position += lengths[item as usize];
         Some((item as usize, start as i32))
     })
-}
-
-fn cost_of(items: &[i64], lengths: &[i64], layout: &Layout) -> f64 {
-    items
-        .iter()
-        .map(|&item| {
-            let n = lengths[item as usize] as f64;
-            layout.linear_cost * n + layout.quadratic_cost * n * n
-        })
-        .sum()
 }
 
 fn check_layout(layout: &Layout) -> Result<()> {

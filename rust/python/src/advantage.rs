@@ -7,7 +7,7 @@ use sao_core::advantage::{self, Batch, CrossSegment, Lambda, Parameters};
 use crate::array::{array, mask};
 use crate::error::{guard, validation};
 
-/// Above this many tokens the GIL is released and the trajectories are split over threads.
+/// Above this many tokens the GIL is released.
 const DETACH_TOKENS: usize = 100_000;
 
 type Outputs<'py> = (
@@ -20,9 +20,9 @@ type Turns<'py> = (PyReadonlyArray1<'py, i64>, PyReadonlyArray1<'py, f32>);
 #[pyfunction]
 #[pyo3(signature = (
     values, action_mask, segment_offsets, trajectory_offsets, rewards, *, gamma, lambda_policy, lambda_alpha,
-    lambda_critic, cross_segment="paper", skip_observations=true, bootstrap=None, turn_rewards=None, threads=0
+    lambda_critic, cross_segment="paper", skip_observations=true, bootstrap=None, turn_rewards=None, threads=1
 ))]
-#[allow(clippy::too_many_arguments)] // keyword arguments of the Python function
+#[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)] // arguments of the Python function
 fn advantages<'py>(
     values: &Bound<'py, PyAny>,
     action_mask: &Bound<'py, PyAny>,
@@ -89,13 +89,9 @@ fn advantages<'py>(
         },
     };
     let tokens = batch.values.len();
-    let threads = match threads {
-        0 if tokens > DETACH_TOKENS => std::thread::available_parallelism()
-            .map_or(1, usize::from)
-            .min(tokens / DETACH_TOKENS),
-        0 => 1,
-        asked => asked,
-    };
+    if threads == 0 {
+        return Err(validation("threads: 0 must be at least 1"));
+    }
     let compute = || {
         let (mut out, mut targets) = (vec![0.0f32; tokens], vec![0.0f32; tokens]);
         let lambdas =

@@ -253,6 +253,7 @@ impl View {
 
     /// # Safety
     /// Called by the interpreter with a `Py_buffer` to fill.
+    #[allow(clippy::needless_pass_by_value)] // the signature is given
     unsafe fn __getbuffer__(
         slf: Bound<'_, Self>,
         view: *mut ffi::Py_buffer,
