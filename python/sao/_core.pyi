@@ -194,7 +194,7 @@ def summary(
 
     Keys: id (bytes), task_ordinal, attempt, env, n_tokens, n_actions, n_segments, min_version and max_version (over
     sampled tokens, None without any), termination ("finished" | "truncated" | "failed"), reason, reward (None when
-    failed), payload_bytes. Raises `WireError`.
+    failed), fingerprints (dict by version), payload_bytes. Raises `WireError`.
     """
 
 # The ledger

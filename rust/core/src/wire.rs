@@ -65,6 +65,8 @@ pub struct Summary {
     pub reason: String,
     /// Reward, `None` when failed.
     pub reward: Option<f64>,
+    /// Fingerprints of the weights that sampled, by policy version.
+    pub fingerprints: Vec<(i64, String)>,
     /// Length of the payload, bytes.
     pub payload_bytes: usize,
 }
@@ -259,7 +261,7 @@ fn put_header(
         match value {
             Meta::Null => put_nil(out)?,
             Meta::Bool(flag) => {
-                put::write_bool(out, *flag).map_err(put::ValueWriteError::InvalidDataWrite)?
+                put::write_bool(out, *flag).map_err(put::ValueWriteError::InvalidDataWrite)?;
             }
             Meta::Int(number) => put::write_sint(out, *number).map(drop)?,
             Meta::Float(number) => put::write_f64(out, *number)?,
@@ -337,6 +339,7 @@ pub fn summary(header: &[u8], limits: Limits) -> Result<Summary> {
         termination: t.termination,
         reason: t.reason,
         reward: t.reward,
+        fingerprints: t.fingerprints,
         payload_bytes: read.payload_bytes,
     })
 }

@@ -452,6 +452,8 @@ fn summary<'py>(
     out.set_item("termination", found.termination.name())?;
     out.set_item("reason", found.reason)?;
     out.set_item("reward", found.reward)?;
+    let fingerprints: std::collections::BTreeMap<i64, String> = found.fingerprints.into_iter().collect();
+    out.set_item("fingerprints", fingerprints)?;
     out.set_item("payload_bytes", found.payload_bytes)?;
     Ok(out)
 }
