@@ -22,3 +22,24 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny_model import make_folder
 
     return make_folder(tmp_path_factory.mktemp("tiny-model"))
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A folder that looks like a model's, for what does not load it."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"\0" * 16)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    return folder
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, model_folder: Path) -> Path:
+    """A run file for that folder."""
+    path = tmp_path / "run.toml"
+    text = f"[run]\ndir = '{tmp_path / 'runs'}'\nname = 'r'\n[model]\npath = '{model_folder}'\n[env]\nname = 'lookup'\n"
+    path.write_text(text)
+    return path

@@ -67,6 +67,7 @@ class EnvSection(Section):
     name: str = Field(description="registered name, see `sao doctor`")
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
     max_turns: int = Field(8, ge=1, description="assistant turns after which a rollout is truncated")
+    success_reward: float = Field(1.0, description="an episode counts as a success from this reward on")
     step_timeout_s: float = Field(60.0, gt=0, description="deadline of one reset or step, seconds")
 
 

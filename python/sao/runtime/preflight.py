@@ -18,15 +18,18 @@ ENGINE_PACKAGES = {
 }
 
 
-def check(config: Config, *, overwrite: bool = False) -> list[str]:
-    """Raises `ConfigError` that lists all faults; returns warnings, things that work but are probably not meant."""
+def check(config: Config, *, overwrite: bool = False, run_folder: bool = True) -> list[str]:
+    """Raises `ConfigError` that lists all faults; returns warnings, things that work but are probably not meant.
+
+    Without `run_folder` it does not matter whether the run's folder exists.
+    """
     faults = [
         *packages(config),
         *model_folder("model.path", Path(config.model.path)),
         *(model_folder("learner.critic_path", Path(config.learner.critic_path)) if config.learner.critic_path else []),
         *environment(config),
     ]
-    if fault := folders.run_folder_fault(config.folder, overwrite=overwrite):
+    if run_folder and (fault := folders.run_folder_fault(config.folder, overwrite=overwrite)):
         faults.append(fault)
     if faults:
         raise ConfigError("\n".join(faults))

@@ -1,0 +1,101 @@
+"""Private folders are private, found again when their owner was killed, and nobody else's are touched."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sao.errors import ConfigError
+from sao.runtime import folders
+
+
+@pytest.fixture(autouse=True)
+def bases(tmp_path, monkeypatch):
+    for name in ("shm", "sockets"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(folders, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(folders, "SOCKETS", tmp_path / "sockets")
+
+
+def test_private_folders_are_for_this_user_only_and_go_away(tmp_path):
+    private = folders.make_private(tmp_path)
+    for folder in (private.sockets, private.weights):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        (folder / "file").write_text("x")
+    assert private.weights.parent == tmp_path / "shm"
+    assert folders.stale() == []
+    private.remove()
+    assert not private.sockets.exists() and not private.weights.exists()
+    private.remove()  # once more is no error
+
+
+def test_without_shared_memory_weights_go_to_the_run_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "SHARED_MEMORY", tmp_path / "absent")
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    assert folders.make_private(run_folder).weights.parent == run_folder
+    assert folders.stale() == []
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_only_folders_of_dead_owners_are_stale(tmp_path):
+    alive = folders.make_private(tmp_path)
+    dead = tmp_path / "shm" / "sao-dead"
+    dead.mkdir(mode=0o700)
+    (dead / folders.OWNER).write_text(json.dumps({"pid": dead_pid(), "started_s": 0.0}))
+    reused = tmp_path / "sockets" / "sao-reused"  # its number now belongs to another process: us
+    reused.mkdir()
+    (reused / folders.OWNER).write_text(json.dumps({"pid": os.getpid(), "started_s": 1.0}))
+    others = [tmp_path / "shm" / name for name in ("sao-without-owner", "sao-unreadable", "somebody-else")]
+    for folder in others:
+        folder.mkdir()
+    (others[1] / folders.OWNER).write_text("{")
+    (others[2] / folders.OWNER).write_text(json.dumps({"pid": dead_pid(), "started_s": 0.0}))
+    (tmp_path / "shm" / "sao-link").symlink_to(others[2])
+    assert set(folders.stale()) == {dead, reused}
+    assert set(folders.remove_stale()) == {dead, reused}
+    assert folders.stale() == []
+    assert all(folder.exists() for folder in [*others, alive.weights, alive.sockets])
+
+
+def make_run(folder: Path, **more: bool) -> None:
+    folders.make_run_folder(folder, overwrite=more.get("overwrite", False))
+    (folder / "config.json").write_text("{}")
+
+
+def test_a_run_folder_is_used_once_unless_it_may_be_overwritten(tmp_path):
+    folder = tmp_path / "runs" / "r"
+    make_run(folder)
+    folders.disown(folder)
+    (folder / "metrics.jsonl").write_text("old")
+    with pytest.raises(ConfigError, match=r"choose another run\.name or pass --overwrite"):
+        make_run(folder)
+    make_run(folder, overwrite=True)
+    assert not (folder / "metrics.jsonl").exists() and (folder / "logs").is_dir()
+
+
+def test_the_folder_of_a_running_run_is_never_overwritten(tmp_path):
+    folder = tmp_path / "r"
+    make_run(folder)
+    with pytest.raises(ConfigError, match=f"is in use by process {os.getpid()}"):
+        make_run(folder, overwrite=True)
+
+
+def test_a_folder_that_holds_something_else_is_never_emptied(tmp_path):
+    folder = tmp_path / "home"
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("x")
+    with pytest.raises(ConfigError, match=r"holds no run \(no config.json\)"):
+        folders.make_run_folder(folder, overwrite=True)
+    assert (folder / "thesis.tex").exists()
+    with pytest.raises(ConfigError, match="is not a folder"):
+        folders.make_run_folder(folder / "thesis.tex", overwrite=True)

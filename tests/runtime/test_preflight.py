@@ -1,0 +1,115 @@
+"""Everything that can be known to be wrong is found before anything is made, all at once."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from sao import config
+from sao.errors import ConfigError
+from sao.runtime import preflight
+
+
+def faults(run_file: Path, *overrides: str, overwrite: bool = False) -> list[str]:
+    before = sorted(run_file.parent.rglob("*"))
+    with pytest.raises(ConfigError) as caught:
+        preflight.check(config.load(run_file, overrides), overwrite=overwrite)
+    assert sorted(run_file.parent.rglob("*")) == before
+    return str(caught.value).splitlines()
+
+
+def test_a_sound_run_passes(run_file):
+    assert preflight.check(config.load(run_file)) == []
+
+
+def test_all_faults_come_at_once(run_file):
+    found = faults(run_file, "model.path=absent", "env.name=lokup", "learner.critic_path=nowhere")
+    assert [line.split(":")[0] for line in found] == ["model.path", "learner.critic_path", "env.name"]
+    assert "did you mean 'lookup'?" in found[2]
+
+
+@pytest.mark.parametrize(
+    ("lacking", "expected"),
+    [
+        ("config.json", "has no config.json"),
+        ("model.safetensors", "has no *.safetensors"),
+        ("tokenizer.json", "has no tokenizer.json"),
+        ("tokenizer_config.json", "has no chat template"),
+    ],
+)
+def test_what_a_model_folder_lacks_is_named(run_file, model_folder, lacking, expected):
+    (model_folder / lacking).unlink()
+    (found,) = faults(run_file)
+    assert found.startswith(f"model.path: {model_folder}") and expected in found
+
+
+def test_pickled_weights_are_not_read_and_that_is_said(run_file, model_folder):
+    (model_folder / "model.safetensors").rename(model_folder / "pytorch_model.bin")
+    (found,) = faults(run_file)
+    assert "pytorch_model.bin is not read, convert it to safetensors" in found
+
+
+@pytest.mark.parametrize("template", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_chat_template_may_be_in_either_file(run_file, model_folder, template):
+    (model_folder / "tokenizer_config.json").write_text("{}")
+    text = json.dumps({"chat_template": "x"}) if template.endswith("json") else "x"
+    (model_folder / template).write_text(text)
+    assert preflight.check(config.load(run_file)) == []
+
+
+def test_a_critic_needs_no_tokenizer(run_file, model_folder):
+    critic = model_folder.parent / "critic"
+    critic.mkdir()
+    (critic / "config.json").write_text("{}")
+    (critic / "model.safetensors").write_bytes(b"")
+    assert preflight.check(config.load(run_file, [f"learner.critic_path='{critic}'"])) == []
+
+
+def test_arguments_that_an_environment_does_not_take_are_named(run_file):
+    (found,) = faults(run_file, "env.args={sise=3}")
+    assert found.startswith("env.args:") and "sise" in found
+
+
+def refusing(name, **arguments):
+    raise RuntimeError("no licence")
+
+
+def test_an_environment_that_breaks_on_its_arguments_is_a_fault_not_a_crash(run_file, monkeypatch):
+    from sao.envs import registry
+
+    monkeypatch.setattr(registry, "make", refusing)
+    (found,) = faults(run_file)
+    assert found == "env.args: 'lookup' refused {}: RuntimeError: no licence"
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(run_file, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("vllm", "wandb") else real(name))
+    engine, tracker = faults(run_file, "generator.engine=vllm", "telemetry.wandb=true")
+    assert engine == "generator.engine: 'vllm' needs vllm, not installed; install the extra: pip install 'sao[vllm]'"
+    assert tracker.startswith("telemetry.wandb: needs wandb, not installed")
+
+
+def test_what_is_left_out_and_what_is_risky_is_said(run_file, monkeypatch):
+    real = importlib.util.find_spec
+    absent = ("tensorboard", "matplotlib")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else real(name))
+    overrides = ["transport.bind='tcp://0.0.0.0:5555'", "transport.allow_remote=true", "generator.threads=4096"]
+    warnings = preflight.check(config.load(run_file, overrides))
+    assert len(warnings) == 4
+    for part in ("threads on", "open to the network", "tensorboard is not installed", "matplotlib is not installed"):
+        assert any(part in warning for warning in warnings), (part, warnings)
+
+
+def test_a_run_folder_that_exists_is_a_fault_with_a_way_out(run_file):
+    folder = config.load(run_file).folder
+    folder.mkdir(parents=True)
+    assert preflight.check(config.load(run_file)) == []  # empty: may be used
+    (folder / "config.json").write_text("{}")
+    (found,) = faults(run_file)
+    assert found == f"run.name: {folder} exists; choose another run.name or pass --overwrite"
+    assert preflight.check(config.load(run_file), overwrite=True) == []
+    (folder / "config.json").rename(folder / "thesis.tex")
+    (found,) = faults(run_file, overwrite=True)
+    assert "holds no run" in found

@@ -1,0 +1,183 @@
+"""The shape of the package: which module may import which, what is light, how long files are, what is forbidden."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "python" / "sao"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+# Layers from top to bottom. A module may import from its own part and from lower layers only; the parts of one layer
+# do not know each other, except where `PEERS` says so.
+LAYERS = [
+    {"cli"},
+    {"runtime"},
+    {"generator", "broker", "learner"},
+    {"transport", "envs", "algorithms", "telemetry"},
+    {"trajectory", "buffer", "config", "config_faults", "errors"},
+    {"_core"},
+]
+PEERS = {("buffer", "trajectory"), ("buffer", "errors"), ("trajectory", "errors"), ("config", "errors")}
+PEERS |= {("config", "config_faults")}
+MAY_IMPORT_TORCH = ("generator/", "learner/", "algorithms/", "transport/weights.py", "runtime/evaluate.py")
+FORBIDDEN_NAMES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+
+
+def part(module: str) -> str:
+    """`sao.broker.state` -> `broker`."""
+    return module.split(".")[1]
+
+
+def module_of(path: Path) -> str:
+    names = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(name for name in names if name != "__init__")
+
+
+def imports(path: Path) -> list[tuple[int, str]]:
+    """(line, module) of every import, also those inside functions; `from sao import x` counts as `sao.x`."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            module = node.module or ""
+            found += (
+                [(node.lineno, f"sao.{alias.name}") for alias in node.names]
+                if module == "sao"
+                else [(node.lineno, module)]
+            )
+    return found
+
+
+def level(name: str) -> int:
+    (index,) = [index for index, layer in enumerate(LAYERS) if name in layer]
+    return index
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_one_way(path):
+    mine = module_of(path)
+    if mine == "sao":  # the public names, imported when they are first used
+        return
+    for line, module in imports(path):
+        if not module.startswith("sao.") or module == "sao.__version__" or part(module) == part(mine):
+            continue
+        lower = level(part(module)) > level(part(mine))
+        assert lower or (part(mine), part(module)) in PEERS, f"{path}:{line}: {mine} must not import {module}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_torch_is_imported_only_where_tensors_are(path):
+    place = path.relative_to(PACKAGE).as_posix()
+    if place.startswith(MAY_IMPORT_TORCH):
+        return
+    heavy = {"torch", "transformers", "vllm", "safetensors"}
+    wrong = [f"{path}:{line}: {module}" for line, module in imports(path) if module.split(".")[0] in heavy]
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_executes_what_it_reads(path):
+    tree = ast.parse(path.read_text())
+    wrong = [f"{line}: {module}" for line, module in imports(path) if module.split(".")[0] in FORBIDDEN_NAMES]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            if node.attr in ("recv_pyobj", "send_pyobj", "unsafe_load"):
+                wrong.append(f"{node.lineno}: {node.attr}")
+            if node.attr == "load" and isinstance(node.value, ast.Name) and node.value.id in ("yaml", "torch"):
+                wrong.append(f"{node.lineno}: {node.value.id}.load")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec"):
+            wrong.append(f"{node.lineno}: {node.func.id}(")
+    assert not wrong, f"{path}: {wrong}"
+
+
+def modules_after(statement: str) -> set[str]:
+    """Top-level modules loaded by a statement in a fresh interpreter."""
+    code = f"import sys\n{statement}\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(result.stdout.split())
+
+
+HEAVY = {"torch", "transformers", "vllm", "matplotlib", "tensorboard", "wandb", "reasoning_gym"}
+LIGHT = [
+    "import sao.cli",
+    "import sao.config",
+    "import sao.runtime.train",
+    "import sao.runtime.supervisor, sao.runtime.doctor, sao.runtime.preflight",
+    "import sao.broker.actor",
+    "import sao.telemetry.monitor, sao.telemetry.plot",
+    "import sao.transport.client, sao.transport.actor",
+    "import sao.trajectory, sao.buffer",
+    "import sao.envs.registry",
+    "from sao import TrajectoryBuffer, pack, plan, advantages, VersionClock",
+]
+
+
+@pytest.mark.parametrize("statement", LIGHT)
+def test_light_modules_import_nothing_heavy(statement):
+    assert not modules_after(statement) & HEAVY
+
+
+def test_import_sao_brings_only_the_standard_library():
+    loaded = modules_after("import sao")
+    foreign = {name for name in loaded if name not in sys.stdlib_module_names and not name.startswith("_")}
+    foreign -= modules_after("pass")  # what the interpreter's own start brings (editable installs, ...)
+    assert foreign == {"sao"}
+
+
+@pytest.mark.parametrize(("pattern", "limit"), [("*.py", 500), ("*.pyi", 500), ("*.rs", 800)])
+def test_files_are_short(pattern, limit):
+    listed = subprocess.run(["git", "ls-files", pattern], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    long = {name: n for name in listed.split() if (n := len((ROOT / name).read_text().splitlines())) > limit}
+    assert not long, f"over {limit} lines: {long}"
+
+
+def test_an_actor_is_small():
+    assert len((PACKAGE / "transport" / "actor.py").read_text().splitlines()) < 200
+
+
+def test_public_names_are_all_there():
+    import sao
+
+    assert {name for name in sao.__all__ if not hasattr(sao, name)} == set()
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        sao.nonsense  # noqa: B018
+
+
+def test_every_public_thing_has_a_docstring():
+    bare = []
+    for path in SOURCES:
+        tree = ast.parse(path.read_text())
+        places = [(path, tree)]
+        places += [
+            (path, node)
+            for node in tree.body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
+        for _, node in places:
+            name = getattr(node, "name", path.stem)
+            if not name.startswith("_") and not ast.get_docstring(node) and path.read_text().strip():
+                bare.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {name}")
+    assert not bare
+
+
+def test_every_key_of_the_configuration_is_read_somewhere():
+    from sao.config import Config
+
+    text = "\n".join(path.read_text() for path in SOURCES if path.name not in ("config.py", "config_faults.py"))
+    unread = [
+        f"{section}.{key}"
+        for section, field in Config.model_fields.items()
+        for key in field.annotation.model_fields
+        if not re.search(rf"\.{key}\b", text)
+    ]
+    only_off_is_legal = {"sampling.top_p", "sampling.top_k", "sampling.repetition_penalty"}
+    assert set(unread) - only_off_is_legal == {"run.dir"}, "run.dir is read by Config.folder"

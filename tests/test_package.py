@@ -1,0 +1,64 @@
+"""What is shipped: versions agree, generated pages are up to date, the README's code runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import sao
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+DOCS = sorted((ROOT / "docs").rglob("*.md")) + [
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+]
+
+
+def test_versions_agree():
+    cargo = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["version"]
+    assert sao.__version__ == cargo
+    assert f"[{cargo}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_configuration_page_is_up_to_date():
+    script = ROOT / "scripts" / "config_reference.py"
+    result = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+def test_the_code_in_the_readme_runs(code, tmp_path):
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)
+
+
+def test_the_readme_has_code_to_run():
+    assert "```python\n" in README
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+        if not re.match(r"[a-z]+:", target):
+            assert (page.parent / target).exists(), f"{page}: {target}"
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_and_make_targets_named_in_pages_exist(page):
+    text = page.read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"`make ([a-z-]+)`", text):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page}: make {target}"
+    for name in re.findall(r"`((?:scripts|examples|docs|bench|tests|python|rust)/[\w./-]+)`", text):
+        assert (ROOT / name).exists(), f"{page}: {name}"
+
+
+def test_every_marker_of_an_optional_package_names_an_extra_that_exists():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for path in (ROOT / "python").rglob("*.py"):
+        for extra in re.findall(r"pip install 'sao\[(\w+)\]'", path.read_text()):
+            assert extra in extras, f"{path}: {extra}"
