@@ -335,8 +335,6 @@ class State:
         """Why a well-formed trajectory cannot be trained, as a reason code; empty when it can."""
         if facts["termination"] == "failed" or facts["reward"] is None:
             return f"failed_{self._reason(facts['reason'])}"
-        if facts["n_actions"] == 0:
-            return "no_action_tokens"
         if n_bytes > self.store.max_bytes:
             return "larger_than_buffer"
         if facts["max_version"] > self.versions.current:

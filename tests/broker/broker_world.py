@@ -1,0 +1,181 @@
+"""A broker state with a recording wire, and scripted trajectories, for tests without sockets."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+from sao import _core
+from sao.broker.state import State
+from sao.config import Config, parse
+from sao.trajectory import SegmentBuilder, Termination, Trajectory, encode
+
+BATCH = 4
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    """A small run: batch 4, lag 1, no evaluation unless asked for."""
+    base: dict[str, dict[str, Any]] = {
+        "run": {"steps": 6},
+        "model": {"path": "m"},
+        "env": {"name": "scripted"},
+        "sampling": {"max_response_tokens": 8, "context_tokens": 64},
+        "learner": {"batch_trajectories": BATCH, "critic_warmup_steps": 0, "row_tokens": 64},
+        "staleness": {"max_lag": 1},
+        "eval": {"every_steps": 0},
+        "transport": {"heartbeat_s": 0.1, "peer_timeout_s": 1.0, "rollout_timeout_s": 100.0},
+    }
+    for section, values in sections.items():
+        base.setdefault(section, {}).update(values)
+    return parse(base)
+
+
+def trajectory(
+    ordinal: int,
+    attempt: int = 0,
+    *,
+    version: int = 0,
+    n_sampled: int = 5,
+    n_context: int = 3,
+    reward: float | None = 1.0,
+    fingerprints: dict[int, str] | None = None,
+) -> Trajectory:
+    """One segment of `n_context` + `n_sampled` tokens, all sampled by `version`; failed when there is no reward."""
+    builder = SegmentBuilder("execution")
+    builder.append_context(range(n_context))
+    builder.append_sampled(range(n_sampled), [-0.5] * n_sampled, [(0, n_sampled, version)])
+    ending = Termination("finished") if reward is not None else Termination("failed", "crashed")
+    return Trajectory(
+        id=uuid.uuid4().bytes,
+        task_ordinal=ordinal,
+        attempt=attempt,
+        env="scripted",
+        segments=(builder.build(),),
+        reward=reward,
+        termination=ending,
+        temperature=1.0,
+        fingerprints=fingerprints or {},
+    )
+
+
+class World:
+    """Scripted generators and a learner around a real `State`; `now` is moved by the test."""
+
+    def __init__(self, cfg: Config | None = None, ledger: str | Path | None = None) -> None:
+        self.now = 0.0
+        self.tasks: dict[str, list[dict[str, Any]]] = {}
+        self.pushes: list[tuple[str, str, dict[str, Any]]] = []
+        self.batches: list[dict[str, Any]] = []
+        self.frames: list[tuple[Any, ...]] = []
+        self.stopped_takes: list[str] = []
+        self.received: dict[str, int] = {}
+        self.n_takes = 0
+        self.ledger = _core.Ledger(None if ledger is None else str(ledger))
+        self.config = cfg or config()
+        self.state = State(self.config, self.ledger, self, self.now)
+
+    # the wire
+
+    def to_generator(self, name: str, kind: str, body: dict[str, Any]) -> None:
+        self.pushes.append((name, kind, body))
+        if kind == "tasks":
+            self.tasks.setdefault(name, []).extend(body["tasks"])
+            self.received[name] = self.received.get(name, 0) + len(body["tasks"])
+
+    def to_learner(self, kind: str, body: dict[str, Any]) -> None:
+        self.pushes.append(("learner", kind, body))
+
+    def to_supervisor(self, kind: str, body: dict[str, Any]) -> None:
+        self.pushes.append(("supervisor", kind, body))
+
+    def batch(self, take: Any, body: dict[str, Any], frames: tuple[Any, ...]) -> None:
+        self.batches.append(body)
+        self.frames.append(frames)
+
+    def no_batch(self, take: Any, reason: str) -> None:
+        self.stopped_takes.append(reason)
+
+    # actions
+
+    def pushed(self, kind: str, to: str = "supervisor") -> list[dict[str, Any]]:
+        """Bodies of the pushes of a kind."""
+        return [body for who, k, body in self.pushes if who == to and k == kind]
+
+    def join(self, name: str, free: int) -> None:
+        """A generator with free slots."""
+        self.state.generator_joined(name, self.now)
+        self.received[name] = 0
+        self.slots(name, free)
+
+    def slots(self, name: str, free: int) -> None:
+        """States free slots, all pushed tasks received."""
+        self.state.slots(name, free, self.received[name], self.now)
+
+    def pop(self, name: str, split: str = "train") -> dict[str, Any]:
+        """The oldest task that a generator holds."""
+        tasks = self.tasks[name]
+        task = next(t for t in tasks if t["split"] == split)
+        tasks.remove(task)
+        return task
+
+    def answer(self, name: str, task: dict[str, Any], **more: Any) -> dict[str, Any]:
+        """Sends the trajectory of a task."""
+        header, payload = encode(trajectory(task["ordinal"], task["attempt"], **more))
+        return self.state.trajectory(name, header, payload, self.now)
+
+    def answer_all(self, name: str, **more: Any) -> int:
+        """Answers all train tasks that a generator holds now, and frees their slots."""
+        tasks = [t for t in self.tasks.get(name, []) if t["split"] == "train"]
+        for task in tasks:
+            self.tasks[name].remove(task)
+            assert self.answer(name, task, **more)["accepted"]
+        return len(tasks)
+
+    def fail(self, name: str, task: dict[str, Any], reason: str = "crashed", tokens: int = 0) -> dict[str, Any]:
+        """Sends a failure."""
+        body = {"ordinal": task["ordinal"], "attempt": task["attempt"], "reason": reason, "sampled_tokens": tokens}
+        return self.state.failure(name, body, self.now)
+
+    def take(self, n: int = BATCH) -> str:
+        """Asks for a batch; returns the key."""
+        self.n_takes += 1
+        key = f"take-{self.n_takes}"
+        self.state.take(key, n, self.now)
+        return key
+
+    def commit(self, weights: bool = True, masked: int = 0, **metrics: float) -> None:
+        """Commits the last batch, all tokens of it trained except `masked`."""
+        body = self.batches[-1]
+        held = sum(_core.summary(header)["n_actions"] for header in self.frames[-1][::2])
+        self.frames.clear()  # whoever holds a view keeps its bytes in the buffer
+        step, version = self.state.step + 1, self.state.versions.current
+        ref = (
+            {"version": version + 1, "path": f"/w/{version + 1}", "fingerprint": f"f{version + 1}"} if weights else None
+        )
+        self.state.commit(
+            {
+                "lease": body["lease"],
+                "step": step,
+                "version": version + weights,
+                "weights": ref,
+                "trained_tokens": held - masked,
+                "masked_tokens": masked,
+                "metrics": metrics,
+            },
+            self.now,
+        )
+
+    def in_flight(self) -> int:
+        """Tasks between start and training."""
+        counts = self.ledger.counts()
+        return sum(counts[k] for k in ("issued", "generating", "ready", "leased"))
+
+
+def batches_of(world: World, n: int, name: str = "g0", slots: int = 100) -> None:
+    """Runs `n` whole steps with one generator."""
+    for _ in range(n):
+        world.slots(name, slots)
+        world.take()
+        world.answer_all(name)
+        world.commit()

@@ -1,0 +1,177 @@
+"""Peers that leave, deadlines, takes and commits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from broker.broker_world import BATCH, World, batches_of, config
+
+from sao import _core
+from sao.errors import LedgerError, TransportError, ValidationError
+
+
+def test_tasks_of_a_dead_generator_are_started_again() -> None:
+    world = World()
+    world.join("g0", 4)
+    world.join("g1", 0)
+    lost = [t["ordinal"] for t in world.tasks["g0"]]
+    world.state.generator_left("g0", "unreachable", 3.0)
+    assert world.in_flight() == 0
+    assert world.ledger.counts()["requeued"] == 4
+    world.slots("g1", 8)
+    assert [(t["ordinal"], t["attempt"]) for t in world.tasks["g1"]][:4] == [(o, 1) for o in lost]
+    assert "4 tasks in flight" in world.pushed("event")[0]["text"]
+
+
+def test_a_task_that_kills_its_generators_is_given_up() -> None:
+    world = World(config(run={"steps": 1}, learner={"batch_trajectories": 1}, staleness={"max_lag": 0}))
+    attempts = []
+    for i in range(6):
+        world.join(f"g{i}", 1)
+        attempts.append((world.tasks[f"g{i}"][0]["ordinal"], world.tasks[f"g{i}"][0]["attempt"]))
+        world.state.generator_left(f"g{i}", "unreachable", float(i))
+    assert attempts == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0)]
+    assert world.state.book.dropped["generator_lost"] == 1
+
+
+def test_a_lost_rollout_does_not_hold_up_the_run() -> None:
+    """One of 50 requests is never answered: the others train, it is cancelled, started once more, then given up."""
+    world = World(config(run={"steps": 12}, transport={"rollout_timeout_s": 100.0}))
+    world.join("g0", 8)
+    lost = world.pop("g0")
+    for step in range(11):
+        world.take()
+        while not world.state.leases:
+            world.slots("g0", 8)
+            world.answer("g0", world.pop("g0"))
+        world.commit()
+        assert world.state.step == step + 1
+    world.tasks["g0"].clear()
+    world.now = 100.5
+    world.state.tick(world.now)
+    event = world.pushed("event")[0]["text"]
+    assert f"task {lost['ordinal']} attempt 0 on g0 is 100.5 s old" in event
+    assert world.pushed("cancel", "g0")[0] == {"ordinal": 0, "attempt": 0}
+    assert world.answer("g0", lost)["reason"] == "late"
+    world.slots("g0", 8)
+    assert {k: world.tasks["g0"][0][k] for k in ("ordinal", "attempt")} == {"ordinal": 0, "attempt": 1}
+    world.now = 300.0
+    world.state.tick(world.now)
+    assert world.state.book.dropped["deadline"] == 4  # with the three that the test left lying
+    assert world.ledger.state(0) == "finished"
+
+
+def test_a_dead_learner_gives_its_lease_back_in_the_old_order() -> None:
+    world = World()
+    world.join("g0", 8)
+    world.answer_all("g0")
+    world.take()
+    first = world.batches[-1]["ordinals"]
+    world.state.learner_left("silent for 15 s", 1.0)
+    assert world.ledger.counts()["ready"] == 8
+    assert "4 leased trajectories given back" in world.pushed("event")[-1]["text"]
+    world.state.learner_joined({"step": 0})
+    world.take()
+    assert world.batches[-1]["ordinals"] == first
+    assert world.batches[-1]["lease"] != world.batches[-2]["lease"]
+    world.commit()
+
+
+def test_a_take_that_was_given_up_leaves_nothing_leased() -> None:
+    world = World()
+    world.join("g0", 8)
+    waiting = world.take()
+    world.state.give_up(waiting, 0.0)
+    world.answer_all("g0")
+    assert world.batches == []
+    key = world.take()
+    assert world.ledger.counts()["leased"] == 4
+    world.state.give_up(key, 0.0)
+    assert world.ledger.counts()["leased"] == 0
+    with pytest.raises(TransportError, match=r"commit\.lease"):
+        world.commit()
+
+
+def test_a_take_waits_until_all_are_there() -> None:
+    world = World()
+    world.join("g0", 8)
+    world.take()
+    for _i in range(BATCH):
+        assert world.batches == []
+        world.now += 1
+        world.answer("g0", world.pop("g0"))
+    assert world.batches[0]["ordinals"] == [0, 1, 2, 3]
+    assert world.batches[0]["ages_s"] == [3.0, 2.0, 1.0, 0.0]
+    assert len(world.frames[0]) == 2 * BATCH
+    assert _core.summary(world.frames[0][0], world.frames[0][1])["task_ordinal"] == 0
+    for n in (0, BATCH + 1):
+        with pytest.raises(ValidationError, match=r"take\.n"):
+            world.take(n)
+
+
+def test_commit_refuses_what_does_not_add_up_and_changes_nothing() -> None:
+    world = World()
+    world.join("g0", 8)
+    world.answer_all("g0")
+    world.take()
+    good = {"lease": 1, "step": 1, "version": 1, "trained_tokens": 18, "masked_tokens": 2, "metrics": {}}
+    ref = {"version": 1, "path": "/w/1", "fingerprint": "f1"}
+    bad: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"lease": 7}, TransportError, "7 is not open"),
+        ({"step": 0}, ValidationError, "must be above"),
+        ({"weights": {**ref, "version": 0}}, ValidationError, "weights.version: 0"),
+        ({"weights": {"version": 1, "path": "/w/1"}}, ValidationError, "weights.fingerprint"),
+        ({"trained_tokens": 19}, LedgerError, "holds 20"),
+    ]
+    for change, kind, text in bad:
+        with pytest.raises(kind, match=text):
+            world.state.commit({**good, "weights": ref, **change}, 0.0)
+        assert (world.state.step, world.state.versions.current) == (0, 0)
+        assert world.ledger.counts()["leased"] == 4
+    world.state.commit({**good, "weights": ref}, 0.0)
+    assert world.ledger.tokens()["trained"] == 18
+    assert world.ledger.tokens()["masked"] == 2
+
+
+def test_the_version_follows_published_weights_not_steps_or_trajectories() -> None:
+    """Critic warm-up publishes nothing: the version stays, so that nothing ages, and tasks keep flowing."""
+    world = World(config(run={"steps": 14}, staleness={"max_lag": 1, "stale": "drop"}))
+    world.join("g0", 8)
+    for _ in range(10):
+        world.slots("g0", 8)
+        world.take()
+        world.answer_all("g0")
+        world.commit(weights=False)
+    assert world.state.versions.current == 0
+    assert world.state.book.dropped == {}
+    batches_of(world, 2, slots=8)
+    assert world.state.versions.current == 2
+    assert [b["version"] for b in world.pushed("version", "g0")] == [1, 2]
+    assert world.state.welcome() == {
+        "version": 2,
+        "weights": {"version": 2, "path": "/w/2", "fingerprint": "f2"},
+        "step": 12,
+    }
+
+
+def test_step_metrics_hold_both_sides() -> None:
+    world = World()
+    world.join("g0", 8)
+    world.state.stats("g0", {"busy_share": 0.75, "tokens_per_s": 90.0, "secret": 1})
+    world.take()
+    world.now = 2.0
+    world.answer_all("g0")
+    world.commit(loss=0.5, masked=3)
+    step = world.pushed("step")[0]
+    metrics = step["metrics"]
+    assert step["step"] == 1
+    assert metrics["loss"] == 0.5
+    assert metrics["broker/tokens_sampled"] == 40
+    assert metrics["broker/sampled_tokens_per_s"] == 20.0
+    assert (metrics["broker/tokens_trained"], metrics["broker/tokens_masked"]) == (17, 3)
+    assert metrics["broker/tokens_held"] == 20
+    assert metrics["broker/take_wait_s"] == 2.0
+    assert metrics["broker/lag_max"] == 0
+    assert metrics["broker/busy_share/g0"] == metrics["broker/busy_share"] == 0.75
+    assert all(isinstance(v, int | float) for v in metrics.values())
