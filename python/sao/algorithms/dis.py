@@ -15,7 +15,7 @@ Example: band 0.3/5.0 is (0.7, 6.0). Ratio 0.69 has weight 0, 0.71 has 0.71, 5.9
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ LOG_RATIO_LIMIT = 20.0
 """|log ratio| is cut here before `exp`: far outside every sensible band, far inside float32."""
 
 
-class LossSums(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LossSums:
     """A policy loss before its one division: `total` (0-d, differentiable) and two 0-d int64 counts.
 
     `count`: action tokens, masked ones included; `kept`: action tokens that have a gradient.

@@ -9,13 +9,14 @@ token that is out of the policy's band or too old counts like any other.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-class ValueSums(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ValueSums:
     """Sum of squared errors (0-d, differentiable) and number of action tokens (0-d int64)."""
 
     total: Tensor

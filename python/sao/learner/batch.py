@@ -64,7 +64,7 @@ class Batch:
         arrays = (self.token_ids, self.action_mask, self.logprobs, self.lags, self.segment_offsets, self.rewards)
         value = 0
         for array in arrays:
-            value = zlib.crc32(np.ascontiguousarray(array).view(np.uint8), value)
+            value = zlib.crc32(np.ascontiguousarray(array).data, value)
         return value
 
 

@@ -26,7 +26,7 @@ def full_tensors(module: nn.Module, dtype: str, world: World) -> dict[str, torch
 
     A parameter that is used twice (tied embeddings) comes once, under its first name. A collective: all ranks call it.
     """
-    named = dict(module.named_parameters())
+    named: dict[str, torch.Tensor] = dict(module.named_parameters())
     saved = module.state_dict(keep_vars=True)
     named.update({name: buffer for name, buffer in module.named_buffers() if name in saved})
     out = {}

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sao.algorithms.dis import log_ratio
+from sao.algorithms.value import explained_variance, value_moments
 from sao.learner.batch import Batch
 
 _SUMS = ("tokens", "ratio", "low", "high", "entropy", "kl", "lag0", "gap")
@@ -78,14 +79,23 @@ def describe(batch: Batch) -> dict[str, float]:
     return {name: float(number) for name, number in numbers.items()}
 
 
-def describe_estimates(
-    batch: Batch, values: NDArray[np.float32], advantages: NDArray[np.float32], lambdas: NDArray[np.float64]
-) -> dict[str, float]:
-    """Values and advantages over all action tokens of the batch; the same on every rank."""
+def describe_values(batch: Batch, values: NDArray[np.float32], targets: NDArray[np.float32]) -> dict[str, float]:
+    """What the critic knew before this step's passes, over all action tokens; the same on every rank."""
     mask = batch.action_mask
-    chosen = advantages[mask].astype(np.float64)
+    moments = value_moments(
+        values=torch.from_numpy(values), returns=torch.from_numpy(targets), mask=torch.from_numpy(mask)
+    )
+    explained = explained_variance(moments)
+    numbers = {"critic/value_mean": float(values[mask].astype(np.float64).mean())}
+    return numbers if explained is None else {**numbers, "critic/explained_variance": explained}
+
+
+def describe_advantages(
+    batch: Batch, advantages: NDArray[np.float32], lambdas: NDArray[np.float64]
+) -> dict[str, float]:
+    """Advantages as the policy sees them, over all action tokens; the same on every rank."""
+    chosen = advantages[batch.action_mask].astype(np.float64)
     return {
-        "critic/value_mean": float(values[mask].astype(np.float64).mean()),
         "advantage/mean": float(chosen.mean()),
         "advantage/std": float(chosen.std()),
         "lambda/mean": float(np.nanmean(lambdas)),

@@ -1,6 +1,6 @@
 """One step of SAO (arXiv 2607.07508, section 3): from trajectories to a new policy version.
 
-    V      <- critic forward at the state before every action token
+    V      <- critic at the state before every action token, before any update of this step
     adv    <- GAE(lambda_policy of each trajectory); target <- GAE(lambda_critic) + V
     K times: critic <- one optimizer step on  sum (V - target)^2 / action tokens of the batch
     policy <- one optimizer step on  -sum f(r) adv log pi / action tokens of the batch
@@ -22,18 +22,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sao.algorithms.advantage import advantages as estimate_advantages
 
+from sao.algorithms.advantage import advantages as estimate_advantages
 from sao.algorithms.dis import dis_loss
 from sao.algorithms.logprob import token_entropies, token_logprobs
 from sao.algorithms.ppo import ppo_loss
-from sao.algorithms.value import explained_variance, value_loss, value_moments
+from sao.algorithms.value import value_loss
 from sao.algorithms.whiten import whiten
 from sao.config import Config
 from sao.errors import LearnerError
 from sao.learner.batch import Batch, MicroBatch, flatten, micro_batches, plan_rows
 from sao.learner.export import export, full_tensors
-from sao.learner.metrics import Clock, PolicySums, describe, describe_estimates
+from sao.learner.metrics import Clock, PolicySums, describe, describe_advantages, describe_values
 from sao.learner.model import load_critic, load_policy
 from sao.learner.optim import Optimizer
 from sao.learner.world import World
@@ -122,43 +122,50 @@ class Learner:
         algorithm, n_actions = self.config.algorithm, int(batch.action_mask.sum())
         if n_actions == 0:
             return None, "no action token in the batch"
-        with clock.of("values"):
-            values, bootstrap = self._values(batch, micro)
-        if not np.isfinite(values[batch.action_mask]).all():
-            return None, "non-finite value of the critic"
+        # With lambda_critic = 1 a target is a return and needs no value; then the first critic pass, which runs before
+        # any update, gives the values on its way and their own forward pass is saved.
+        returns = algorithm.lambda_critic == 1 and algorithm.skip_observations and not algorithm.bootstrap_truncated
+        values, bootstrap = np.zeros(len(batch.token_ids), dtype=np.float32), None
+        if not returns:
+            with clock.of("values"):
+                values, bootstrap = self._values(batch, micro)
+            if not np.isfinite(values[batch.action_mask]).all():
+                return None, "non-finite value of the critic"
         with clock.of("advantages"):
             advantages, targets, lambdas = self._estimate(batch, values, bootstrap)
-            device_targets = torch.from_numpy(targets).to(self.world.device)
-        moments = value_moments(
-            values=torch.from_numpy(values),
-            returns=torch.from_numpy(targets),
-            mask=torch.from_numpy(batch.action_mask),
-        )
-        explained = explained_variance(moments)
-        if explained is not None:
-            metrics["critic/explained_variance"] = explained
         for number in range(1, self.config.learner.critic_passes + 1):
             with clock.of("critic"):
-                total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-                for part in micro:
-                    loss = value_loss(
-                        values=self.critic(part, part.state_rows, part.state_columns), targets=device_targets[part.flat]
-                    )
-                    loss.total.backward()
-                    total += loss.total.detach()
-                metrics[f"loss/critic_{number}"] = float(self.world.total(total)) / n_actions
+                loss, seen = self._critic_pass(micro, torch.from_numpy(targets).to(self.world.device))
+            metrics[f"loss/critic_{number}"] = loss / n_actions
             skipped = self._apply(self.critic_optimizer, n_actions, "critic", f"_{number}", clock, metrics)
             if skipped:
                 return None, skipped
+            if number == 1 and returns:
+                values = seen
+                with clock.of("advantages"):
+                    advantages, _, lambdas = self._estimate(batch, values, None)
+        metrics.update(describe_values(batch, values, targets))
         if algorithm.advantage_values == "after":
             with clock.of("values"):
                 after = self._values(batch, micro)
             with clock.of("advantages"):
                 advantages, _, lambdas = self._estimate(batch, *after)
-        metrics.update(describe_estimates(batch, values, advantages, lambdas))
         if algorithm.whiten_advantages:
             advantages = whiten(advantages, batch.action_mask)
+        metrics.update(describe_advantages(batch, advantages, lambdas))
         return torch.from_numpy(advantages).to(self.world.device), None
+
+    def _critic_pass(self, micro: list[MicroBatch], targets: torch.Tensor) -> tuple[float, NDArray[np.float32]]:
+        """Leaves gradient sums in the critic. Returns the global loss sum and the values by flat index, float32[N]."""
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        seen = torch.zeros(len(targets), dtype=torch.float32, device=self.world.device)
+        for part in micro:
+            values = self.critic(part, part.state_rows, part.state_columns)
+            loss = value_loss(values=values, targets=targets[part.flat])
+            loss.total.backward()
+            total += loss.total.detach()
+            seen[part.flat] = values.detach().float()
+        return float(self.world.total(total)), self.world.total(seen).cpu().numpy()
 
     @torch.no_grad()
     def _values(self, batch: Batch, micro: list[MicroBatch]) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
@@ -188,7 +195,6 @@ class Learner:
     ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float64]]:
         """Advantages, targets (float32[N]) and lambdas (float64[T]) from the native kernel, equal on all ranks."""
         algorithm = self.config.algorithm
-        adaptive = isinstance(algorithm.lambda_policy, str)
         return estimate_advantages(
             values,
             batch.action_mask,
@@ -196,7 +202,7 @@ class Learner:
             batch.trajectory_offsets,
             batch.rewards,
             gamma=algorithm.gamma,
-            lambda_policy=None if adaptive else algorithm.lambda_policy,
+            lambda_policy=None if isinstance(algorithm.lambda_policy, str) else algorithm.lambda_policy,
             lambda_alpha=algorithm.lambda_alpha,
             lambda_critic=algorithm.lambda_critic,
             cross_segment=algorithm.cross_segment,

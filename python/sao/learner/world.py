@@ -111,4 +111,4 @@ class World:
             dist.broadcast(blob, 0)
         if self.rank == 0:
             return frames
-        return [memoryview(view[start : start + size]) for start, size in zip(starts, sizes, strict=False)]
+        return [view[start : start + size] for start, size in zip(starts, sizes, strict=False)]

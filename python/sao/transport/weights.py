@@ -119,4 +119,4 @@ def load(ref: WeightsRef) -> dict[str, torch.Tensor]:
 
 def _digest(tensor: torch.Tensor) -> bytes:
     data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(data, digest_size=16).digest()
+    return hashlib.blake2b(data.data, digest_size=16).digest()
