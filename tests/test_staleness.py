@@ -124,16 +124,14 @@ def test_work_always_goes_on_and_lag_is_bounded_in_order(
     """
     admission = _core.Admission(max_lag, batch)
     running: list[int] = []  # learner step at the start of each rollout, oldest first
-    trained = steps = 0
-    for _ in range(40):
-        ready = 0
+    trained = ready = 0
+    for steps in range(40):
         while (n := min(admission.permits(steps, trained, 0, ready, len(running)), workers)) and len(running) < 50:
             running += [steps] * data.draw(st.integers(1, n))
         assert len(running) >= batch, "starved"
         started, running = running[:batch], running[batch:]
         assert max(steps - start for start in started) <= max_lag
         trained += batch
-        steps += 1
 
 
 # The clock
