@@ -31,7 +31,9 @@ impl Pace for Deadline {
         if now >= self.next_check {
             self.next_check = now + SIGNAL_CHECK;
             // `try_attach` fails only when the interpreter shuts down: then nobody waits for the result.
-            match Python::try_attach(Python::check_signals) {
+            #[allow(clippy::redundant_closure_for_method_calls)]
+            // the method itself is not general enough
+            match Python::try_attach(|py| py.check_signals()) {
                 Some(Ok(())) => {}
                 Some(Err(error)) => {
                     self.raised = Some(error);
