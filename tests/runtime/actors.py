@@ -34,9 +34,12 @@ def broker(args: argparse.Namespace, scenario: set[str]) -> int:
         if "broker_dies" in scenario and step == 2:
             print("the ledger is full", flush=True)
             os._exit(7)
+        if "broker_leaves" in scenario and step == 2:
+            actor.stop()
+            return
         if "endless" in scenario or step <= 3:
             actor.mailbox.push(supervisors[0], "step", {"step": step, "metrics": {"reward/mean": 0.5}})
-            actor.after(0.1, lambda: tell(step + 1))
+            actor.after(0.5 if "slow" in scenario else 0.1, lambda: tell(step + 1))
             return
         actor.mailbox.push(
             supervisors[0], "eval", {"version": 3, "success": 0.5, "mean_reward": 0.5, "n": 4, "failed": 0}

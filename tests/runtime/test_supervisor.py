@@ -119,10 +119,14 @@ def test_a_killed_process_is_named_with_its_signal(start):
     assert "broker ended unexpectedly (killed by SIGKILL)" in run.end()["reason"]
 
 
-def test_a_child_that_leaves_too_early_is_named(start, monkeypatch):
-    run = start("endless", "learner_leaves")
-    outcome = run.end()
-    assert (outcome["exit_code"], outcome["reason"]) == (1, "learner ended before the run was done")
+def test_a_broker_that_leaves_too_early_is_named(start):
+    outcome = start("endless", "broker_leaves").end()
+    assert (outcome["exit_code"], outcome["reason"]) == (1, "the broker ended before the run was done")
+
+
+def test_a_learner_may_leave_before_the_last_evaluation_is_over(start):
+    outcome = start("learner_leaves", "slow").end()
+    assert (outcome["exit_code"], outcome["reason"]) == (0, "3 steps done")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

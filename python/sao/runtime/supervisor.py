@@ -29,7 +29,7 @@ from sao.transport.messages import Message
 RESTARTS: Final = 3  # of one generator within the window; one more ends the run
 RESTART_WINDOW_S: Final = 300.0
 START_S: Final = 60.0  # for the broker to answer
-GOODBYE_S: Final = 10.0  # between a child's regular exit and the broker's word that the run is done
+GOODBYE_S: Final = 5.0  # between the broker's regular exit and its word that the run is done
 SAVE_S: Final = 600.0  # for the learner to write its last checkpoint after a regular end
 STALL_S: Final = 120.0  # without a step; doubled at each report
 TERMINATE_S: Final = 5.0  # between SIGTERM and SIGKILL, or transport.shutdown_s if that is less
@@ -186,8 +186,11 @@ class Supervisor:
         if self._outcome is not None:
             return
         processes.kill(lambda: processes.session(child))  # what it started must not outlive it
-        if child.exit_code == 0:  # regular: the broker's word that the run is done is on its way
-            self._done_by = self._done_by or time.monotonic() + GOODBYE_S
+        if child.exit_code == 0 and role != "generator":
+            # Regular. The learner may leave while a last evaluation goes on, the broker watches over that; after the
+            # broker itself only its word that the run is done can be on its way.
+            if role == "broker":
+                self._done_by = time.monotonic() + GOODBYE_S
             return
         if role == "generator" and child.exit_code != EXIT_CONFIG and self._may_restart(name):
             incarnation = self._incarnations.get(name, 0) + 1
@@ -214,8 +217,7 @@ class Supervisor:
         if self._outcome is not None:
             return
         if self._done_by is not None and now > self._done_by:
-            gone = sorted({child.command.name for child in self._children if not child.running})
-            self._finish(EXIT_FAILED, f"{', '.join(gone)} ended before the run was done")
+            self._finish(EXIT_FAILED, "the broker ended before the run was done")
         if now - self._last_step_at > self._stall_s:
             self._stall_s *= 2
             self._ask_what_is_waited_for(now - self._last_step_at)
