@@ -1,0 +1,83 @@
+"""Held-out success of a model folder: the engine, environment and tasks of a run in this process, without a broker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+
+from sao.broker.tasks import task_seed
+from sao.config import Config
+from sao.envs import registry
+from sao.errors import EnvironmentFailure
+from sao.generator.actor import make_engine
+from sao.generator.engine import Engine
+from sao.generator.episode import Task, run_episode
+from sao.generator.render import Renderer
+from sao.generator.sampling import derive_seed
+from sao.runtime import preflight
+from sao.telemetry.metrics import wilson
+
+
+@dataclass(frozen=True)
+class Result:
+    """Rewards of the episodes that were scored, and how many failed, by reason: a failure is no reward."""
+
+    rewards: tuple[float, ...]
+    successes: int
+    failures: dict[str, int]
+
+    def __str__(self) -> str:
+        n = len(self.rewards)
+        if not n:
+            return f"held-out success: none of the episodes was scored; failed: {self.failures}"
+        low, high = wilson(self.successes, n)
+        mean = sum(self.rewards) / n
+        lines = [
+            f"held-out success {self.successes / n:.3f} (95% between {low:.3f} and {high:.3f}, n = {n})",
+            f"mean reward {mean:.4f}",
+        ]
+        if self.failures:
+            lines.append("failed: " + ", ".join(f"{reason} {count}" for reason, count in self.failures.items()))
+        return "\n".join(lines)
+
+
+def evaluate(config: Config) -> Result:
+    """Plays `eval.episodes` held-out episodes, the same tasks as in the run's own evaluations.
+
+    Raises `ConfigError` before anything is loaded, `EngineError` when the engine fails.
+    """
+    preflight.check(config, run_folder=False)
+    renderer = Renderer(config.model.path)
+    seed = derive_seed(config.run.seed, "eval", 0)
+    return asyncio.run(_play_all(config, make_engine(config, renderer, seed), renderer, seed))
+
+
+async def _play_all(config: Config, engine: Engine, renderer: Renderer, seed: int) -> Result:
+    slots = asyncio.Semaphore(config.generator.concurrency)
+    rewards: list[float] = []
+    failures: Counter[str] = Counter()
+
+    async def play(index: int) -> None:
+        async with slots:
+            task = Task(index, 0, task_seed(config.run.seed, "eval", index), "eval")
+            env = registry.make(config.env.name, **config.env.args)
+            try:
+                trajectory = await run_episode(engine, env, renderer, task, config, sampling_seed=seed)
+            except EnvironmentFailure as failure:
+                failures[failure.reason] += 1
+                return
+            assert trajectory.reward is not None
+            rewards.append(trajectory.reward)
+
+    try:
+        await engine.start(None)
+        async with asyncio.TaskGroup() as group:
+            for index in range(config.eval.episodes):
+                group.create_task(play(index))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        await engine.close()
+    successes = sum(reward >= config.env.success_reward for reward in rewards)
+    return Result(tuple(rewards), successes, dict(failures))
