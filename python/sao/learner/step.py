@@ -14,6 +14,7 @@ with a non-finite gradient, is skipped from there on: the optimizer at hand is l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -307,6 +308,7 @@ class Learner:
         metrics["step/version"] = float(self.version)
         if self._skipped_in_a_row >= self.config.learner.max_skipped_in_a_row:
             raise LearnerError(f"{self._skipped_in_a_row} steps in a row were skipped; the last one: {skipped}")
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return StepResult(self.steps, self.version, metrics, kept, n_actions - kept, weights, skipped)
 
     def export(self, checkpoints: Path) -> Path:

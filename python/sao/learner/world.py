@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sao.errors import LearnerError
 
+COLLECTIVE_TIMEOUT_S = 1800.0  # longest that one rank may let the others wait
 _ALIGN = 64  # arrays inside a frame stay aligned when frames are sent as one blob
 
 
@@ -37,22 +39,29 @@ class World:
         return cls(0, 1, torch.device(device))
 
     @classmethod
-    def join(cls, timeout_s: float) -> World:
-        """Joins the process group that torchrun describes in the environment; NCCL if there are GPUs, gloo otherwise.
+    def join(cls, store: Path | None = None, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
+        """Joins the process group that the environment describes (the variables of torchrun).
 
-        `timeout_s` bounds every collective. Raises `LearnerError` if the environment describes no process group.
+        NCCL if there are GPUs, gloo otherwise. Ranks meet at the file `store`, or at MASTER_ADDR:MASTER_PORT without
+        one. `timeout_s` bounds every collective. Raises `LearnerError` naming the variables that are not set.
         """
-        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        needed = ("RANK", "WORLD_SIZE", *(() if store else ("MASTER_ADDR", "MASTER_PORT")))
+        missing = [name for name in needed if name not in os.environ]
         if missing:
             raise LearnerError(f"environment: {', '.join(missing)} not set: start the learner with torchrun")
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
-        if kind == "cuda":
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        device = torch.device("cpu")
+        if torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-        mesh = init_device_mesh(kind, (dist.get_world_size(),))
-        return cls(dist.get_rank(), dist.get_world_size(), device, mesh)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            init_method=f"file://{store.resolve()}" if store else "env://",
+            timeout=timedelta(seconds=timeout_s),
+            rank=rank,
+            world_size=size,
+        )
+        return cls(rank, size, device, init_device_mesh(device.type, (size,)))
 
     def leave(self) -> None:
         """Ends the process group, if there is one."""
@@ -82,13 +91,15 @@ class World:
         if len(set(numbers)) > 1:
             raise LearnerError(f"{what}: ranks differ: {[f'{value:016x}' for value in numbers]}")
 
-    def share(self, value: Any) -> Any:
-        """Sends a small list of plain integers from rank 0 to all ranks; `value` counts on rank 0 only."""
+    def share(self, value: list[int]) -> list[int]:
+        """Sends a list of integers from rank 0 to all ranks; `value` counts on rank 0 only."""
         if self.size == 1:
             return value
         count = torch.tensor([len(value) if self.rank == 0 else 0])
         dist.broadcast(count, 0)
         numbers = torch.tensor(value if self.rank == 0 else [0] * int(count), dtype=torch.int64)
+        if not numbers.numel():
+            return []
         dist.broadcast(numbers, 0)
         return numbers.tolist()
 

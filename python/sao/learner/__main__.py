@@ -1,0 +1,85 @@
+"""`python -m sao.learner`: one rank of the learner, started by the supervisor or by torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from sao.config import load_resolved
+from sao.errors import ConfigError, Error
+from sao.transport.client import Client
+
+DONE, FAILED, BAD_CONFIG = 0, 1, 2
+_CONNECT_S = 60.0
+
+log = logging.getLogger("sao.learner")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Trains until told to stop. Exit codes: 0 done, 1 failed, 2 the configuration is wrong (a restart is no use)."""
+    parser = argparse.ArgumentParser(prog="python -m sao.learner", description=__doc__)
+    parser.add_argument("--run-folder", type=Path, required=True, help="folder that holds config.json")
+    parser.add_argument("--endpoint", required=True, help="address of the broker")
+    parser.add_argument("--weights-folder", type=Path, required=True, help="folder where policy versions are published")
+    parser.add_argument("--store", type=Path, help="file at which the ranks meet; default: MASTER_ADDR and MASTER_PORT")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are folders; nothing is fetched
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what learner.deterministic needs on GPUs
+    client: Client | None = None
+    try:
+        config = load_resolved(arguments.run_folder / "config.json")
+        # Imported late: a wrong config.json is named before torch is loaded.
+        from sao.learner.actor import train
+        from sao.learner.step import Learner
+        from sao.learner.world import World
+
+        world = World.join(arguments.store)
+        if world.rank == 0:
+            transport = config.transport
+            client = Client(
+                arguments.endpoint,
+                role="learner",
+                name="learner",
+                max_message_bytes=transport.max_message_bytes,
+                heartbeat_s=transport.heartbeat_s,
+                peer_timeout_s=transport.peer_timeout_s,
+            )
+            client.connect(deadline_s=_CONNECT_S)
+        learner = Learner(config, world, arguments.weights_folder)
+        train(config, learner, world, client, arguments.run_folder / "checkpoints")
+        if client is not None:
+            client.close()
+        world.leave()
+        return DONE
+    except ConfigError as error:
+        return _fail(client, error, BAD_CONFIG)
+    except Exception as error:
+        return _fail(client, error, FAILED)
+
+
+def _fail(client: Client | None, error: Exception, code: int) -> int:
+    """Says what is wrong, here and to the broker, which ends the run."""
+    if isinstance(error, Error):
+        log.error("%s: %s", type(error).__name__, error)
+    else:
+        log.error("failed", exc_info=error)
+    if client is not None:
+        with suppress(Error):
+            client.call("error", {"text": f"{type(error).__name__}: {error}"}, deadline_s=5.0).result()
+        client.close()
+    return code
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code != DONE:
+        os._exit(code)  # a failed rank must not wait at exit for collectives that nobody joins
+    sys.exit(code)

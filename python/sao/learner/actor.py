@@ -1,0 +1,118 @@
+"""The learner as an actor: takes batches from the broker, trains, commits, until the broker says stop.
+
+Rank 0 talks to the broker; the other ranks get its frames and make the same calls. Waiting is done in rounds, so that no
+rank waits for another longer than a round, however long the broker needs for a batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from sao.config import Config
+from sao.errors import LearnerError
+from sao.learner.step import Learner, StepResult
+from sao.learner.world import World
+from sao.trajectory import decode
+from sao.transport.messages import Message
+
+log = logging.getLogger(__name__)
+
+_ROUND_S = 20.0
+_COMMIT_S = 60.0
+_WAIT, _STOP, _BATCH = 0, 1, 2
+
+
+class Connection(Protocol):
+    """What the learner needs of `sao.transport.client.Client`; a double in tests."""
+
+    def call(
+        self, kind: str, body: dict[str, Any] | None = None, frames: Sequence[Any] = (), deadline_s: float | None = None
+    ) -> Future[Message]: ...
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A batch as it came: the broker's number for it (rank 0), its policy version, two frames a trajectory."""
+
+    lease: int
+    version: int
+    frames: list[Any]
+
+
+def train(config: Config, learner: Learner, world: World, line: Connection | None, checkpoints: Path) -> str:
+    """Trains until `run.steps` steps are done or the broker says stop, exports, and returns why it ended.
+
+    `line` is the connected client on rank 0 and None elsewhere. Raises what the line, the batch or the step raises.
+    """
+    reason, saved = f"{config.run.steps} steps done", -1
+    while learner.steps < config.run.steps:
+        start = time.perf_counter()
+        taken = _take(config, world, line)
+        waited = time.perf_counter()
+        if taken is None:
+            reason = "told to stop"
+            break
+        trajectories = [
+            decode(header, payload, max_bytes=config.transport.max_message_bytes)
+            for header, payload in zip(taken.frames[::2], taken.frames[1::2], strict=True)
+        ]
+        if taken.version != learner.version:
+            raise LearnerError(
+                f"batch {taken.lease}: broker is at version {taken.version}, learner at {learner.version}"
+            )
+        moved = time.perf_counter()
+        result = learner.step(trajectories)
+        if result.skipped:
+            log.warning("step %d was skipped: %s", result.step, result.skipped)
+        if line is not None:
+            result.metrics["time/wait_s"] = waited - start
+            result.metrics["time/move_s"] = moved - waited
+            result.metrics["time/step_s"] = time.perf_counter() - start
+            result.metrics["time/idle_share"] = (waited - start) / result.metrics["time/step_s"]
+            _commit(line, taken, result)
+        every = config.learner.save_every_steps
+        if every and learner.steps % every == 0:
+            learner.export(checkpoints)
+            saved = learner.steps
+    if saved != learner.steps:
+        learner.export(checkpoints)
+    log.info("%s; policy version %d after %d steps", reason, learner.version, learner.steps)
+    return reason
+
+
+def _take(config: Config, world: World, line: Connection | None) -> Taken | None:
+    """The next batch on every rank, or None when the broker says stop."""
+    future = line.call("take", {"n": config.learner.batch_trajectories}) if line is not None else None
+    state, lease, version, frames = _WAIT, 0, 0, []
+    while state == _WAIT:
+        if future is not None:
+            try:
+                message = future.result(timeout=_ROUND_S)
+            except TimeoutError:
+                if future.done():  # an answer: the deadline or the loss of the broker, not the end of this round
+                    raise
+            else:
+                state = _STOP if message.kind == "stop" else _BATCH
+                lease, version = message.body.get("lease", 0), message.body.get("version", 0)
+                frames = list(message.frames)
+        state, lease, version = world.share([state, lease, version])
+    return None if state == _STOP else Taken(lease, version, world.share_frames(frames))
+
+
+def _commit(line: Connection, taken: Taken, result: StepResult) -> None:
+    body = {
+        "lease": taken.lease,
+        "step": result.step,
+        "version": result.version,
+        "weights": result.weights.to_message() if result.weights else None,
+        "trained_tokens": result.trained_tokens,
+        "masked_tokens": result.masked_tokens,
+        "metrics": result.metrics,
+    }
+    line.call("commit", body, deadline_s=_COMMIT_S).result()
