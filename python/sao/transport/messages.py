@@ -143,8 +143,7 @@ def decode(frames: Sequence[Buffer], max_message_bytes: int, *, max_frames: int 
         raise WireError(f"header: not a valid message: {type(error).__name__}: {error}") from None
     if not isinstance(header, dict):
         raise WireError(f"header: expected a map, got {type(header).__name__}")
-    if _depth_exceeds(header, MAX_DEPTH):
-        raise WireError(f"header: nested deeper than {MAX_DEPTH} levels")
+    _check_plain(header)
     numbers = [header.get(key, 0) for key in ("v", "seq", "re", "low")]
     if not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
         raise WireError(f"header: v, seq, re and low must be integers >= 0, got {numbers}")
@@ -187,15 +186,14 @@ def _no_extension(code: int, data: bytes) -> Any:
     raise ValueError(f"extension type {code} is not permitted")
 
 
-def _depth_exceeds(value: Any, limit: int) -> bool:
+def _check_plain(value: Any) -> None:
+    """Raises `WireError` for what is nested too deeply or is no plain value."""
     level = [value]
-    for _ in range(limit):
-        level = [
-            child
-            for item in level
-            for child in (item.values() if isinstance(item, dict) else item)
-            if isinstance(child, dict | list)
-        ]
+    for _ in range(MAX_DEPTH):
+        children = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
+        if any(isinstance(child, msgpack.Timestamp) for child in children):
+            raise WireError("header: extension type -1 is not permitted")
+        level = [child for child in children if isinstance(child, dict | list)]
         if not level:
-            return False
-    return True
+            return
+    raise WireError(f"header: nested deeper than {MAX_DEPTH} levels")

@@ -1,0 +1,100 @@
+"""An actor in a thread and clients for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sao.transport import LATER, Actor, Client, Peer, Reply, Request
+from sao.transport.sockets import private_folder
+
+
+class Server:
+    """Answers `slots` with what it got, `take` never (unless `answer_takes`), keeps what joins and leaves."""
+
+    def __init__(self, endpoint: str, **options: Any) -> None:
+        options = {"heartbeat_s": 0.1, "peer_timeout_s": 1.0} | options
+        self.joined: list[Peer] = []
+        self.left: list[tuple[str, str]] = []
+        self.got: list[dict[str, Any]] = []
+        self.cancelled: list[int] = []
+        self.delay_s = 0.0
+        self.version = 7
+        self.actor = Actor(endpoint, on_join=self._join, on_leave=self._leave, **options)
+        self.actor.on("slots", self._slots)
+        self.actor.on("trajectory", self._trajectory)
+        self.actor.on("take", lambda request: LATER, "learner")
+        self.actor.on("cancel", lambda request: self.cancelled.append(request.body["seq"]))
+        self._thread = threading.Thread(target=self.actor.run, daemon=True)
+
+    def start(self) -> Server:
+        self._thread.start()
+        return self
+
+    def in_loop(self, call: Callable[[], Any]) -> Any:
+        """Runs `call` in the actor's thread and returns what it returns."""
+        done, result = threading.Event(), []
+        self.actor.call(lambda: (result.append(call()), done.set()))
+        assert done.wait(5)
+        return result[0]
+
+    def push(self, peer: Peer, kind: str, body: dict[str, Any]) -> None:
+        self.in_loop(lambda: self.actor.mailbox.push(peer, kind, body))
+
+    def stop(self) -> None:
+        self.actor.stop()
+        if self._thread.ident is not None:
+            self._thread.join(5)
+            assert not self._thread.is_alive()
+        self.actor.close()
+
+    def _join(self, peer: Peer) -> dict[str, Any]:
+        self.joined.append(peer)
+        return {"version": self.version, "weights": None}
+
+    def _leave(self, peer: Peer, reason: str) -> None:
+        self.left.append((f"{peer.name}:{peer.incarnation}", reason))
+
+    def _slots(self, request: Request) -> Reply:
+        if self.delay_s:
+            time.sleep(self.delay_s)
+        self.got.append(request.body)
+        return Reply(body={"reason": str(request.body["free"])})
+
+    def _trajectory(self, request: Request) -> Reply:
+        if self.delay_s:
+            time.sleep(self.delay_s)
+        self.got.append({**request.body, "frames": [bytes(frame) for frame in request.message.frames]})
+        return Reply(body={"accepted": True})
+
+
+@contextmanager
+def serving(**options: Any) -> Iterator[Server]:
+    """A started server on an ipc endpoint of its own."""
+    folder = private_folder()
+    server = Server(f"ipc://{folder}/server", **options).start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+
+
+def client_of(server: Server | str, name: str = "c", role: str = "generator", **options: Any) -> Client:
+    """A client that has not joined yet."""
+    endpoint = server if isinstance(server, str) else server.actor.endpoint
+    options = {"heartbeat_s": 0.1, "peer_timeout_s": 1.0} | options
+    return Client(endpoint, role=role, name=name, **options)
+
+
+def until(condition: Callable[[], Any], deadline_s: float = 5.0) -> None:
+    """Waits for a condition of another thread or process."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, "condition did not become true"
+        time.sleep(0.01)

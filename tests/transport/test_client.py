@@ -1,0 +1,440 @@
+"""Client and actor over real sockets: delivery, deadlines, silence, fencing, forks and rubbish."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import random
+import socket
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import zmq
+from transport.line import Server, client_of, serving, until
+
+from sao.errors import ClosedError, DeadlineError, TransportError, WireError
+from sao.transport import Message, private_folder
+
+
+def test_eight_threads_send_ten_thousand_messages_through_one_client() -> None:
+    with serving(peer_timeout_s=30.0) as server, client_of(server, peer_timeout_s=30.0) as client:
+        client.connect(5)
+        wrong: list[Any] = []
+
+        def work(first: int) -> None:
+            futures = [(n, client.call("slots", {"free": n}, deadline_s=50)) for n in range(first, first + 1250)]
+            wrong.extend(n for n, future in futures if future.result(50).body["reason"] != str(n))
+
+        threads = [threading.Thread(target=work, args=(i * 1250,)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert wrong == []
+        assert sorted(body["free"] for body in server.got) == list(range(10_000))
+        assert client.pending == 0
+
+
+def test_a_timeout_leaves_the_client_usable() -> None:
+    with serving() as server, client_of(server) as client:
+        client.connect(5)
+        server.delay_s = 0.6
+        start = time.monotonic()
+        with pytest.raises(DeadlineError, match=r"slots: no answer from ipc://.* within 0\.3 s"):
+            client.call("slots", {"free": 1}, deadline_s=0.3).result()
+        assert 0.3 <= time.monotonic() - start < 0.5
+        server.delay_s = 0.0
+        assert client.call("slots", {"free": 2}, deadline_s=5).result().body["reason"] == "2"
+
+
+def test_a_call_that_was_given_up_is_cancelled_at_the_other_end() -> None:
+    with serving() as server, client_of(server, role="learner") as client:
+        client.connect(5)
+        with pytest.raises(DeadlineError):
+            client.call("take", {"n": 1}, deadline_s=0.1).result()
+        until(lambda: server.cancelled == [2])
+        assert client.call("take", {"n": 1}).cancel()
+        until(lambda: server.cancelled == [2, 3])
+        assert client.pending == 0
+
+
+def test_a_wrong_address_is_named_in_time() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
+    with client_of(endpoint) as client:
+        start = time.monotonic()
+        with pytest.raises(DeadlineError, match=f"hello: no answer from {endpoint} within 0.5 s"):
+            client.connect(0.5)
+        assert time.monotonic() - start < 1.0
+
+
+def test_close_fails_all_waiters_and_later_calls() -> None:
+    with serving() as server:
+        client = client_of(server, role="learner")
+        client.connect(5)
+        waiting = [client.call("take", {"n": 1}) for _ in range(3)]
+        start = time.monotonic()
+        client.close()
+        for future in waiting:
+            with pytest.raises(ClosedError):
+                future.result(1)
+        assert time.monotonic() - start < 1.0
+        with pytest.raises(ClosedError):
+            client.call("slots", {"free": 1})
+        client.close()
+        until(lambda: server.left == [("c:0", "said goodbye")])
+
+
+@pytest.mark.parametrize("high_water", [2])
+def test_a_sender_that_leaves_at_once_has_delivered_all(high_water: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 messages of 28 KB to a slow reader over short queues: acknowledged before the sender ends."""
+    monkeypatch.setattr("sao.transport.sockets.HIGH_WATER", high_water)
+    with serving(peer_timeout_s=30.0) as server:
+        server.delay_s = 0.01
+        with client_of(server, peer_timeout_s=30.0) as client:
+            client.connect(5)
+            for n in range(128):
+                client.send("trajectory", {"n": n}, [b"h", bytes([n]) * 28_000])
+            client.flush(30)
+        assert sorted(got["n"] for got in server.got) == list(range(128))
+        assert all(got["frames"][1] == bytes([got["n"]]) * 28_000 for got in server.got)
+
+
+def test_flush_says_what_was_not_delivered() -> None:
+    with serving() as server, client_of(server) as client:
+        client.connect(5)
+        server.delay_s = 0.4
+        futures = [client.send("slots", {"free": n}) for n in range(5)]
+        with pytest.raises(DeadlineError, match=r"5 messages \(slots\) not acknowledged by ipc://.* within 0\.1 s"):
+            client.flush(0.1)
+        client.flush(10)
+        assert all(future.done() for future in futures)
+
+
+def test_silence_of_the_broker_fails_waiters_and_calls_back_once() -> None:
+    lost: list[Exception] = []
+    with serving() as server, client_of(server, role="learner", on_lost=lost.append) as client:
+        client.connect(5)
+        future = client.call("take", {"n": 1})
+        server.delay_s = 3.0
+        client.send("slots", {"free": 1})
+        with pytest.raises(TransportError, match=r"broker silent for 1\.\d s"):
+            future.result(3)
+        with pytest.raises(TransportError, match="silent"):
+            client.call("slots", {"free": 2})
+        assert len(lost) == 1
+        assert client.lost is lost[0]
+
+
+def test_silence_of_a_peer_is_noticed() -> None:
+    with serving() as server:
+        context: zmq.Context = zmq.Context()
+        dealer = context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.IDENTITY, b"generator:mute:0")
+        dealer.connect(server.actor.endpoint)
+        from sao.transport.messages import encode
+
+        hello = {"role": "generator", "name": "mute", "incarnation": 0, "nonce": "n"}
+        dealer.send_multipart(encode(Message("hello", hello, seq=1), 1 << 20))
+        until(lambda: server.joined)
+        until(lambda: server.left)
+        assert server.left[0][0] == "mute:0"
+        assert server.left[0][1].startswith("silent for 1.")
+        assert not server.actor.mailbox.peers
+        context.destroy(linger=0)
+
+
+def test_a_closed_connection_is_noticed_before_the_timeout() -> None:
+    with serving(peer_timeout_s=60.0) as server:
+        process = multiprocessing.get_context("spawn").Process(target=_join_and_die, args=(server.actor.endpoint,))
+        process.start()
+        process.join(20)
+        start = time.monotonic()
+        until(lambda: server.left, 5)
+        assert "unreachable" in server.left[0][1]
+        assert time.monotonic() - start < 2.0
+
+
+def _join_and_die(endpoint: str) -> None:
+    client_of(endpoint).connect(10)
+    os._exit(9)
+
+
+def test_pushes_arrive_once_and_are_acknowledged() -> None:
+    pushed: list[Message] = []
+    with serving() as server, client_of(server, on_push=pushed.append) as client:
+        client.connect(5)
+        peer = server.joined[0]
+        for n in range(500):
+            server.push(peer, "event", {"level": "info", "text": str(n)})
+        until(lambda: len(pushed) >= 500)
+        until(lambda: server.in_loop(lambda: peer.link.waiting) == 0)
+        assert [m.body["text"] for m in pushed] == [str(n) for n in range(500)]
+
+
+def test_a_push_callback_that_fails_does_not_end_the_client(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(message: Message) -> None:
+        raise ValueError("bug")
+
+    with serving() as server, client_of(server, on_push=broken) as client:
+        client.connect(5)
+        server.push(server.joined[0], "event", {"level": "info", "text": "x"})
+        until(lambda: "on_push failed" in caplog.text)
+        client.call("slots", {"free": 1}, deadline_s=5).result()
+
+
+def test_a_new_incarnation_fences_the_old_one() -> None:
+    lost: list[Exception] = []
+    with serving() as server, client_of(server, "g0", on_lost=lost.append) as old:
+        old.connect(5)
+        with client_of(server, "g0", incarnation=1) as new:
+            new.connect(5)
+            until(lambda: lost)
+            assert "fenced by incarnation 1" in str(lost[0])
+            assert server.left == [("g0:0", "fenced by incarnation 1")]
+            with client_of(server, "g0", incarnation=0) as late, pytest.raises(TransportError, match="is fenced"):
+                late.connect(5)
+            new.call("slots", {"free": 1}, deadline_s=5).result()
+
+
+def test_a_new_process_of_the_same_incarnation_replaces_the_old_one() -> None:
+    with serving() as server:
+        old = client_of(server, "g0")
+        old.connect(5)
+        old.call("slots", {"free": 1}, deadline_s=5).result()
+        with client_of(server, "g0") as new:
+            new.connect(5)
+            assert new.call("slots", {"free": 2}, deadline_s=5).result().body["reason"] == "2"
+        old.close()
+
+
+def test_one_that_was_given_up_is_told_to_leave() -> None:
+    lost: list[Exception] = []
+    with serving() as server, client_of(server, on_lost=lost.append) as client:
+        client.connect(5)
+        server.in_loop(lambda: server.actor.mailbox.drop(server.joined[0], "test"))
+        with pytest.raises(TransportError, match="join again"):
+            client.call("slots", {"free": 1}, deadline_s=5).result()
+        until(lambda: lost)
+
+
+def test_refused_greetings_name_the_reason() -> None:
+    with serving() as server:
+
+        def refuse(peer: Any) -> dict[str, Any]:
+            raise TransportError("role 'x' is unknown")
+
+        server.actor.mailbox._on_join = refuse
+        with client_of(server) as client, pytest.raises(TransportError, match="role 'x' is unknown"):
+            client.connect(5)
+        assert not server.actor.mailbox.peers
+
+
+def test_wrong_messages_are_answered_and_the_connection_lives() -> None:
+    with serving(max_message_bytes=1 << 16) as server, client_of(server, max_message_bytes=1 << 16) as client:
+        client.connect(5)
+        for kind, body, text in [
+            ("dance", {}, "unknown message kind 'dance'"),
+            ("slots", {"free": "x"}, r"slots\.free: expected int, got str"),
+            ("take", {"n": 1}, "'take' is not accepted from a generator"),
+        ]:
+            with pytest.raises(WireError, match=text):
+                client.call(kind, body, deadline_s=5).result()
+        with pytest.raises(WireError, match="frame 0 of 65537 bytes exceeds"):
+            client.call("trajectory", {}, [bytes((1 << 16) + 1)])
+        assert client.pending == 0
+        client.call("trajectory", {}, [bytes(1 << 16)], deadline_s=5).result()
+
+
+def test_rubbish_is_counted_and_ignored(tmp_path: Path) -> None:
+    """Pickles, http and random bytes at the port: nothing runs, nothing ends."""
+    marker = tmp_path / "marker"
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return Path.touch, (marker,)
+
+    server = Server("tcp://127.0.0.1:0", max_message_bytes=1 << 16).start()
+    context: zmq.Context = zmq.Context()
+    try:
+        with client_of(server) as client:
+            client.connect(5)
+            dealer = context.socket(zmq.DEALER)
+            dealer.connect(server.actor.endpoint)
+            bomb = pickle.dumps(Bomb())
+            for frames in ([bomb], [b"", bomb], [b"GET / HTTP/1.1"], [b"x"] * 20, [b""]):
+                dealer.send_multipart(frames)
+            until(lambda: server.actor.mailbox.bad_messages == 5)
+            port = int(server.actor.endpoint.rpartition(":")[2])
+            for data in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(1000), b"\xff" + bytes(8) + b"\x7f" + bytes(200)):
+                with socket.create_connection(("127.0.0.1", port), timeout=5) as raw:
+                    raw.sendall(data)
+            dealer.send(bytes((1 << 16) + 1))  # over MAXMSGSIZE: that connection is closed by the library
+            assert client.call("slots", {"free": 1}, deadline_s=5).result().body["reason"] == "1"
+            assert not marker.exists()
+            assert len(server.actor.mailbox.peers) == 1
+    finally:
+        context.destroy(linger=0)
+        server.stop()
+
+
+def test_a_forked_child_gets_an_error_and_can_make_its_own() -> None:
+    with serving() as server, client_of(server, "parent") as client:
+        client.connect(5)
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                client.call("slots", {"free": 1})
+            except TransportError as error:
+                os.write(write, str(error).encode())
+            finally:
+                client.close()
+                os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            text = pipe.read()
+        assert os.waitpid(child, 0)[1] == 0
+        assert "make a new one after fork" in text
+        assert client.call("slots", {"free": 2}, deadline_s=5).result().body["reason"] == "2"
+
+
+def test_any_order_of_start_works_and_the_version_is_known_at_once() -> None:
+    """The greeting's answer holds the current version: no publication can be missed."""
+    rng = random.Random(1)
+    for _ in range(20):
+        folder = private_folder()
+        endpoint = f"ipc://{folder}/b"
+        results: list[int] = []
+        server: list[Server] = []
+
+        def serve(delay_s: float, endpoint: str = endpoint, server: list[Server] = server) -> None:
+            time.sleep(delay_s)
+            server.append(Server(endpoint).start())
+
+        def join(name: str, delay_s: float, endpoint: str = endpoint, results: list[int] = results) -> None:
+            time.sleep(delay_s)
+            with client_of(endpoint, name) as client:
+                results.append(client.connect(5)["version"])
+
+        start = time.monotonic()
+        threads = [threading.Thread(target=serve, args=(rng.uniform(0, 0.05),))]
+        threads += [threading.Thread(target=join, args=(f"g{i}", rng.uniform(0, 0.05))) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(5)
+        assert results == [7, 7, 7]
+        assert time.monotonic() - start < 2.0
+        server[0].stop()
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+
+
+def test_two_thousand_short_lived_peers_leave_nothing_behind() -> None:
+    with serving(peer_timeout_s=30.0) as server:
+        process = psutil.Process()
+        context: zmq.Context = zmq.Context()
+        sizes: list[tuple[int, int]] = []
+        from sao.transport.messages import encode
+
+        for n in range(2000):
+            dealer = context.socket(zmq.DEALER)
+            dealer.setsockopt(zmq.IDENTITY, f"generator:g{n}:0".encode())
+            dealer.connect(server.actor.endpoint)
+            hello = {"role": "generator", "name": f"g{n}", "incarnation": 0, "nonce": str(n)}
+            dealer.send_multipart(encode(Message("hello", hello, seq=1), 1 << 20))
+            assert dealer.poll(5000)
+            dealer.recv_multipart()
+            dealer.send_multipart(encode(Message("bye"), 1 << 20))
+            dealer.close(linger=1000)
+            server.joined.clear()
+            server.left.clear()
+            if n in (100, 1999):
+                until(lambda: not server.actor.mailbox.peers)
+                until(lambda: process.num_fds() < 60)
+                sizes.append((process.memory_info().rss, process.num_fds()))
+        context.destroy(linger=0)
+        (memory_before, fds_before), (memory_after, fds_after) = sizes
+        assert fds_after <= fds_before + 3
+        assert memory_after < memory_before * 1.05 + (1 << 21)
+
+
+def test_clients_give_back_their_descriptors() -> None:
+    with serving() as server:
+        process = psutil.Process()
+
+        def once() -> None:
+            with client_of(server) as client:
+                client.connect(5)
+
+        once()
+        before, threads = process.num_fds(), threading.active_count()
+        for _ in range(30):
+            once()
+        until(lambda: process.num_fds() <= before + 2)
+        assert threading.active_count() <= threads
+
+
+def test_the_last_answer_survives_a_lost_connection() -> None:
+    """A proxy that cuts the line after each message: answers are repeated from memory, nothing is worked on twice."""
+    server = Server("tcp://127.0.0.1:0", peer_timeout_s=20.0, heartbeat_s=0.2).start()
+    port = int(server.actor.endpoint.rpartition(":")[2])
+    cut = threading.Event()
+    lines: list[socket.socket] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def pump(a: socket.socket, b: socket.socket) -> None:
+        try:
+            while data := a.recv(4096):
+                b.sendall(data)
+        except OSError:
+            pass
+        for line in (a, b):
+            line.close()
+
+    def accept() -> None:
+        while not cut.is_set():
+            try:
+                near, _ = listener.accept()
+                far = socket.create_connection(("127.0.0.1", port))
+            except OSError:
+                return
+            lines.extend((near, far))
+            threading.Thread(target=pump, args=(near, far), daemon=True).start()
+            threading.Thread(target=pump, args=(far, near), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    proxied = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        with client_of(proxied, peer_timeout_s=20.0, heartbeat_s=0.2) as client:
+            client.connect(5)
+            futures: list[Future[Message]] = []
+            for n in range(60):
+                futures.append(client.send("slots", {"free": n}))
+                if n % 10 == 5:
+                    for line in lines:
+                        with_shutdown(line)
+                    lines.clear()
+                time.sleep(0.01)
+            assert [f.result(15).body["reason"] for f in futures] == [str(n) for n in range(60)]
+            assert sorted(body["free"] for body in server.got) == list(range(60))
+    finally:
+        cut.set()
+        listener.close()
+        server.stop()
+
+
+def with_shutdown(line: socket.socket) -> None:
+    """Cuts a connection, if it is still there."""
+    with contextlib.suppress(OSError):
+        line.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,91 @@
+"""Reliable delivery over a line that drops, repeats and reorders: each message is worked on once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sao.transport.link import WINDOW, Link
+from sao.transport.messages import Message, decode, encode
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_exactly_once_over_a_bad_line(seed: int) -> None:
+    rng = random.Random(seed)
+    sender, receiver = Link(1.0), Link(1.0)
+    now, worked, answered = 0.0, [], set()
+    to_receiver: list[Message] = []
+    to_sender: list[Message] = []
+
+    def line(queue: list[Message], message: Message) -> None:
+        for _ in range(rng.choice([0, 1, 1, 2])):
+            queue.insert(rng.randrange(len(queue) + 1), message)
+
+    for i in range(200):
+        seq = sender.number()
+        wire = encode(Message("slots", {"free": i}, seq=seq, low=sender.low), 1 << 20)
+        sender.sent(seq, wire, now)
+        line(to_receiver, decode(wire, 1 << 20))
+    for _ in range(10_000):
+        if not sender.waiting:
+            break
+        now += 0.5
+        for wire in sender.due(now):
+            line(to_receiver, decode(wire, 1 << 20))
+        while to_receiver:
+            message = to_receiver.pop()
+            if receiver.fresh(message):
+                worked.append(message.body["free"])
+                receiver.answered(message.seq, encode(Message("ack", re=message.seq), 1 << 20))
+            kept = receiver.answer(message.seq)
+            if kept is not None:
+                line(to_sender, decode(kept, 1 << 20))
+        while to_sender:
+            answer = to_sender.pop()
+            answered.add(answer.re)
+            sender.settle(answer.re)
+    assert sorted(worked) == list(range(200))
+    assert len(answered) == 200
+    assert sender.next_due() is None
+
+
+def test_answers_are_forgotten_when_the_sender_has_them() -> None:
+    receiver = Link(1.0)
+    for seq in range(1, 1001):
+        assert receiver.fresh(Message("slots", seq=seq, low=max(1, seq - 3)))
+        receiver.answered(seq, [b"x"])
+    assert receiver.remembered <= 4
+    assert not receiver.fresh(Message("slots", seq=5, low=5))  # long ago: neither worked on nor answered again
+    assert receiver.answer(5) is None
+
+
+def test_a_message_that_is_worked_on_is_not_started_again() -> None:
+    receiver = Link(1.0)
+    assert receiver.fresh(Message("take", seq=1))
+    assert not receiver.fresh(Message("take", seq=1))
+    assert receiver.answer(1) is None
+    receiver.answered(1, [b"batch"])
+    assert not receiver.fresh(Message("take", seq=1))
+    assert receiver.answer(1) == [b"batch"]
+
+
+def test_memory_is_bounded_on_both_ends() -> None:
+    sender, receiver = Link(1.0), Link(1.0)
+    for _ in range(WINDOW):
+        assert sender.open
+        sender.sent(sender.number(), [b""], 0.0)
+    assert not sender.open
+    assert sender.settle(1)
+    assert not sender.settle(1)
+    assert sender.open
+    for seq in range(1, 3 * WINDOW):  # a sender that never says what it has
+        receiver.fresh(Message("slots", seq=seq))
+    assert receiver.remembered == 2 * WINDOW
+
+
+def test_resends_slow_down() -> None:
+    sender = Link(1.0)
+    sender.sent(sender.number(), [b"m"], 0.0)
+    times = [t / 4 for t in range(400) if list(sender.due(t / 4))]
+    assert times[:5] == [1.0, 3.0, 7.0, 15.0, 23.0]
