@@ -94,7 +94,8 @@ impl Admission {
     /// `steps` counts committed learner steps, those of a critic warm-up included, so that the bound moves on although
     /// the weights do not.
     pub fn permits(&self, steps: u64, trained: u64, leased: u64, ready: u64, running: u64) -> u64 {
-        let room = (u128::from(self.max_lag) + u128::from(steps) + 1) * u128::from(self.batch);
+        let room = (u128::from(self.max_lag) + u128::from(steps) + 1)
+            .saturating_mul(u128::from(self.batch));
         let held = [trained, leased, ready, running]
             .map(u128::from)
             .iter()
