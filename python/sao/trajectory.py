@@ -139,8 +139,8 @@ class Trajectory:
 
     `reward` is finite, or None exactly when the rollout failed: a failure is never a number. `temperature` is that of
     every sampled token (0: greedy). `turn_rewards`: (segment index, token position, reward) on sampled tokens, in
-    order, in addition to `reward`. `fingerprints`: policy version -> fingerprint of the weights that sampled. `timings_s`:
-    durations in seconds. At least one token was sampled unless the rollout failed.
+    order, in addition to `reward`. `fingerprints`: policy version -> fingerprint of the weights that sampled.
+    `timings_s`: durations in seconds. At least one token was sampled unless the rollout failed.
 
     Raises `ValidationError` naming field, index and value.
     """
@@ -213,9 +213,10 @@ def decode(
 ) -> Trajectory:
     """The trajectory in these two buffers (bytes, memoryview, zmq.Frame, ...).
 
-    Its arrays are read-only views of `payload`, nothing is copied. Checksums and every rule are checked before anything is built. The views keep the payload alive; a payload that can
-    be written to must not be changed while they are in use. Raises `WireError` when the bytes are corrupt, cut short,
-    longer than `max_bytes`, of another format or not a trajectory.
+    Its arrays are read-only views of `payload`, nothing is copied. Checksums and every rule are checked before anything
+    is built. The views keep the payload alive; a payload that can be written to must not be changed while they are in
+    use. Raises `WireError` when the bytes are corrupt, cut short, longer than `max_bytes`, of another format or not a
+    trajectory.
     """
     values, rows = _core.decode(header, payload, max_bytes, max_segments)
     segments = []

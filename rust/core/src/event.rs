@@ -59,9 +59,9 @@ impl Event {
             } => put(&mut out, 3, &[*ordinal, *attempt, *tokens]),
             Self::Lease { lease, ordinals } => {
                 put(&mut out, 4, &[*lease]);
-                ordinals
-                    .iter()
-                    .for_each(|ordinal| varint(&mut out, *ordinal));
+                for ordinal in ordinals {
+                    varint(&mut out, *ordinal);
+                }
             }
             Self::GiveBack { lease } => put(&mut out, 5, &[*lease]),
             Self::Trained {
@@ -156,7 +156,9 @@ impl Event {
 
 fn put(out: &mut Vec<u8>, tag: u8, numbers: &[u64]) {
     out.push(tag);
-    numbers.iter().for_each(|number| varint(out, *number));
+    for number in numbers {
+        varint(out, *number);
+    }
 }
 
 /// 0 for none, else the number plus one (numbers are below 2^63).

@@ -466,9 +466,10 @@ impl Ledger {
             Some(path) => Some(Journal::open(path, |payload| {
                 let event = Event::parse(payload)
                     .ok_or_else(|| Error::Ledger("it is no event of this format".into()))?;
-                match state.apply(&event)? {
-                    true => Ok(()),
-                    false => fault("it would change nothing".into()),
+                if state.apply(&event)? {
+                    Ok(())
+                } else {
+                    fault("it would change nothing".into())
                 }
             })?),
         };

@@ -208,20 +208,10 @@ impl Segment<'_> {
                 "{prefix}token_ids: empty; a segment has at least one token"
             ));
         }
-        // One branch-free pass; the index of a fault is looked up only when there is one.
-        let sign = self
-            .token_ids
-            .chunks_exact(4)
-            .fold(0u8, |all, id| all | id[3]);
-        let mask = self.action_mask.iter().fold(0u8, |all, flag| all | flag);
-        let good = self.logprobs.chunks_exact(4).zip(self.action_mask).fold(
-            true,
-            |good, (bytes, flag)| {
-                let value = f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
-                good & logprob_ok(value, *flag != 0)
-            },
-        );
-        if sign & 0x80 != 0 || mask > 1 || !good {
+        // Branch-free passes; the index of a fault is looked up only when there is one.
+        let mask = self.action_mask.iter().fold(0, |all, flag| all | flag);
+        let bad_ids = signs(self.token_ids) & 0x80 != 0;
+        if bad_ids || mask > 1 || !logprobs_ok(self.logprobs, self.action_mask) {
             self.explain(prefix)?;
         }
         if self.action_mask[0] != 0 {
@@ -331,6 +321,36 @@ impl Segment<'_> {
     }
 }
 
+/// The union of the top bytes of all ids; in blocks, because a stride of 4 keeps the compiler from using wide registers.
+#[inline(never)]
+fn signs(ids: &[u8]) -> u8 {
+    let mut all = [0u8; 64];
+    let blocks = ids.chunks_exact(64);
+    let rest = blocks.remainder();
+    for block in blocks {
+        for (all, byte) in all.iter_mut().zip(block) {
+            *all |= byte;
+        }
+    }
+    let ids = all.chunks_exact(4).chain(rest.chunks_exact(4));
+    ids.fold(0, |all, id| all | id[3])
+}
+
+/// Whether `logprob_ok` holds for all; kept out of line, where it compiles to wide registers.
+#[inline(never)]
+fn logprobs_ok(logprobs: &[u8], mask: &[u8]) -> bool {
+    let values = logprobs
+        .chunks_exact(4)
+        .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+    let wrong = values.zip(mask).fold(0, |wrong, (value, flag)| {
+        let sampled = u32::from(value <= 0.0) & u32::from(value >= f32::MIN);
+        let action = u32::from(*flag);
+        wrong | (sampled ^ action) | (u32::from(value.is_nan()) ^ (1 ^ action))
+    });
+    wrong == 0
+}
+
+#[inline(never)]
 fn count(mask: &[u8]) -> usize {
     // Sums of 255 bytes at most fit a byte, which keeps the loop in byte lanes.
     mask.chunks(255)
