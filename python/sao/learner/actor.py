@@ -1,7 +1,7 @@
 """The learner as an actor: takes batches from the broker, trains, commits, until the broker says stop.
 
-Rank 0 talks to the broker; the other ranks get its frames and make the same calls. Waiting is done in rounds, so that no
-rank waits for another longer than a round, however long the broker needs for a batch.
+Rank 0 talks to the broker; the other ranks get its frames and make the same calls. Waiting is done in rounds, so that
+no rank waits for another longer than a round, however long the broker needs for a batch.
 """
 
 from __future__ import annotations
