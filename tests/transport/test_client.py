@@ -226,6 +226,15 @@ def test_one_that_was_given_up_is_told_to_leave() -> None:
         until(lambda: lost)
 
 
+def test_a_greeting_in_anothers_name_is_refused() -> None:
+    with serving() as server, client_of(server, "g0") as client, client_of(server, "g1") as liar:
+        client.connect(5)
+        liar.name = "g0"
+        with pytest.raises(TransportError, match="from another peer"):
+            liar.connect(5)
+        client.call("slots", {"free": 1}, deadline_s=5).result()
+
+
 def test_refused_greetings_name_the_reason() -> None:
     with serving() as server:
 

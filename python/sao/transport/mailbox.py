@@ -13,7 +13,7 @@ import zmq
 from sao.errors import Error, TransportError, WireError
 from sao.transport.link import Link
 from sao.transport.messages import Buffer, Message, check, decode, encode
-from sao.transport.sockets import bind_router
+from sao.transport.sockets import bind_router, check_endpoint
 
 log = logging.getLogger(__name__)
 MAX_FRAMES: Final = 8
@@ -148,8 +148,11 @@ class Mailbox:
                 self.drop(peer, f"unreachable for {now - peer.unreachable_since:.1f} s")
 
     def close(self, linger_s: float) -> None:
-        """Closes the socket after giving queued messages `linger_s` seconds to leave."""
+        """Closes the socket after giving queued messages `linger_s` seconds to leave, and removes its file."""
         self._context.destroy(linger=int(linger_s * 1000))
+        path = check_endpoint(self.endpoint)
+        if path is not None:
+            path.unlink(missing_ok=True)
 
     def _accept(self, identity: bytes, frames: list[Buffer]) -> Request | None:
         try:
@@ -197,7 +200,10 @@ class Mailbox:
             if kept is not None:
                 self._transmit(known, kept)
             return
-        for other in [p for p in self.peers.values() if (p.role, p.name) == (role, name)]:
+        if identity != f"{role}:{name}:{incarnation}".encode():
+            self._refuse(identity, message, f"greeting of {role}:{name}:{incarnation} from another peer", gone=True)
+            return
+        for other in [p for p in self.peers.values() if (p.role, p.name) == (role, name) or p.identity == identity]:
             if other.incarnation > incarnation:
                 text = f"{role} {name} incarnation {incarnation} is fenced: incarnation {other.incarnation} has joined"
                 self._refuse(identity, message, text, gone=True)
