@@ -3,10 +3,9 @@
 use std::ffi::CStr;
 
 use pyo3::buffer::PyUntypedBuffer;
-use pyo3::exceptions::PyBufferError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyString, PyTuple};
+use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyMemoryView, PyString, PyTuple};
 use sao_core::trajectory::{
     Meta, Segment, SegmentKind, Span, TerminationKind, Trajectory, TurnReward,
 };
@@ -22,14 +21,15 @@ struct Bytes(PyUntypedBuffer);
 
 impl Bytes {
     fn any(object: &Bound<'_, PyAny>, field: &str) -> PyResult<Self> {
-        let buffer = PyUntypedBuffer::get(object).map_err(|error| {
-            let what = type_name(object);
-            if error.is_instance_of::<PyBufferError>(object.py()) {
-                validation(format!("{field}: {what}: {error}"))
-            } else {
-                validation(format!("{field}: {what} has no buffer; expected bytes, memoryview, zmq.Frame or an array"))
-            }
+        // Through a memoryview, which fills in what some exporters (zmq.Frame) leave out.
+        let view = PyMemoryView::from(object).map_err(|_| {
+            validation(format!(
+                "{field}: {} has no buffer; expected bytes, memoryview, zmq.Frame or an array",
+                type_name(object)
+            ))
         })?;
+        let buffer = PyUntypedBuffer::get(&view)
+            .map_err(|error| validation(format!("{field}: {}: {error}", type_name(object))))?;
         if !buffer.is_c_contiguous() {
             return Err(validation(format!(
                 "{field}: strides {:?} for shape {:?}, expected a contiguous buffer",
@@ -452,7 +452,8 @@ fn summary<'py>(
     out.set_item("termination", found.termination.name())?;
     out.set_item("reason", found.reason)?;
     out.set_item("reward", found.reward)?;
-    let fingerprints: std::collections::BTreeMap<i64, String> = found.fingerprints.into_iter().collect();
+    let fingerprints: std::collections::BTreeMap<i64, String> =
+        found.fingerprints.into_iter().collect();
     out.set_item("fingerprints", fingerprints)?;
     out.set_item("payload_bytes", found.payload_bytes)?;
     Ok(out)
