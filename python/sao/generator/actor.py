@@ -17,6 +17,7 @@ import numpy as np
 
 from sao.config import Config
 from sao.envs import registry
+from sao.envs.protocol import Environment
 from sao.errors import ClosedError, ConfigError, EngineError, EnvironmentFailure, Error, ValidationError, WeightsError
 from sao.generator.engine import Engine, Request, check_completion
 from sao.generator.episode import Progress, Task, run_episode
@@ -59,6 +60,7 @@ class Generator:
         self._stopped = asyncio.Event()
         self._fault: Exception | None = None
         self._client: Client | None = None
+        self._make_environment: Callable[..., Environment] = registry.factory(config.env.name)
         self.failures: dict[str, int] = {}
 
     async def run(self) -> None:
@@ -175,7 +177,8 @@ class Generator:
         """One task to its acknowledged end: a trajectory, an evaluation's result, or a failure with its reason."""
         progress = Progress()
         try:
-            env = registry.make(self.config.env.name, **self.config.env.args)
+            # Not `registry.make`: its checks were made at the start, and the search for entry points takes milliseconds.
+            env = self._make_environment(**self.config.env.args)
             trajectory = await run_episode(
                 self.engine,
                 env,

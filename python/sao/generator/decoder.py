@@ -19,6 +19,7 @@ from sao.generator.sampling import derive_seed, sample, uniforms
 from sao.generator.slots import SlotCache
 
 _READ_STEP = 16  # the length attention reads is rounded up to this
+_PREFILL_SHARE = 4  # prefill as soon as its rows are 1 in so many of those that decode
 _PREFILL_WAIT = 3  # decode steps that a lone prefill may be held back for others to join
 
 
@@ -177,7 +178,7 @@ class Decoder:
         ended: list[tuple[Request, Completion | EngineError]] = []
         # A pass costs nearly the same for one row as for many: let prefills gather unless they are all there is.
         self._held_back += 1
-        if fresh.size and (4 * fresh.size >= ready.size or self._held_back > _PREFILL_WAIT):
+        if fresh.size and (_PREFILL_SHARE * fresh.size >= ready.size or self._held_back > _PREFILL_WAIT):
             self._held_back = 0
             for rows in self._chunks(fresh):
                 new = np.minimum(self._length[rows] - self._cached[rows], self._prefill_tokens)

@@ -171,11 +171,10 @@ def check_completion(request: Request, completion: Completion) -> None:
         raise EngineError(
             f"bad_completion: {who}: stop reason stop, but the last token {int(ids[-1])} is no stop token"
         )
-    inner = ids[:-1] if completion.stop_reason == "stop" else ids
-    early = np.isin(inner, list(stops))
-    if early.any():
-        at = int(np.argmax(early))
-        raise EngineError(f"bad_completion: {who}: stop token {int(inner[at])} at {at} did not end the completion")
+    inner = (ids[:-1] if completion.stop_reason == "stop" else ids).tolist()
+    if not stops.isdisjoint(inner):
+        at = next(at for at, token in enumerate(inner) if token in stops)
+        raise EngineError(f"bad_completion: {who}: stop token {inner[at]} at {at} did not end the completion")
 
 
 def _check_spans(who: str, n: int, completion: Completion) -> None:
@@ -203,6 +202,8 @@ def spans_of(versions: np.ndarray) -> np.ndarray:
     versions = np.asarray(versions, dtype=np.int64)
     if versions.size == 0:
         return np.empty((0, 3), dtype=np.int64)
+    if (versions == versions[0]).all():
+        return np.array([[0, versions.size, versions[0]]], dtype=np.int64)
     starts = np.concatenate(([0], np.flatnonzero(np.diff(versions)) + 1))
     stops = np.concatenate((starts[1:], [versions.size]))
     return np.stack([starts, stops, versions[starts]], axis=1).astype(np.int64)
