@@ -43,8 +43,9 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are folders; nothing is fetched
     sys.setswitchinterval(SWITCH_S)
+    loop = asyncio.new_event_loop()  # not `asyncio.run`: its end waits for whatever ignores being cancelled
     try:
-        asyncio.run(_run(arguments))
+        loop.run_until_complete(_run(arguments))
         return DONE
     except ConfigError as error:
         log.error("%s", error)

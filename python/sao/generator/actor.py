@@ -177,7 +177,7 @@ class Generator:
         """One task to its acknowledged end: a trajectory, an evaluation's result, or a failure with its reason."""
         progress = Progress()
         try:
-            # Not `registry.make`: its checks were made at the start, and the search for entry points takes milliseconds.
+            # Not `registry.make`: its checks were made at the start, and its search for entry points is slow.
             env = self._make_environment(**self.config.env.args)
             trajectory = await run_episode(
                 self.engine,
