@@ -11,6 +11,7 @@ use sao_core::Error;
 use crate::error::{guard, to_py};
 
 /// A count or ordinal: an integer from 0 to 2^63 - 1.
+#[derive(Clone, Copy)]
 struct Natural(u64);
 
 impl<'py> FromPyObject<'_, 'py> for Natural {
@@ -59,6 +60,7 @@ impl Ledger {
 impl Ledger {
     #[new]
     #[pyo3(signature = (path = None))]
+    #[allow(clippy::needless_pass_by_value)] // arguments from Python arrive owned
     fn new(py: Python<'_>, path: Option<PathBuf>) -> PyResult<Self> {
         let ledger = py.detach(|| guard(|| core::Ledger::open(path.as_deref())))?;
         Ok(Self {
