@@ -1,8 +1,8 @@
 """`lookup`: a two-turn tool-use task for a tiny model, over 48 words.
 
-The user asks `c plus 3 ?`. The value of `c` is known to the tool only: the policy has to call `get c`, find the value
-in an observation such as `h is 2 c is 7 e is 5`, and answer `say 0` (sums and differences are modulo 10). The reward is
-1 if the answer is right and its key was fetched, else 0: a guess without the call earns nothing.
+The user asks `c f plus 4`. The value at `c f` is known to the tool only: the policy has to call `get c f`, read the
+value in the observation `c f 5`, and answer `say 9`. The reward is 1 if the answer is right and its key was fetched,
+else 0: a guess without the call earns nothing.
 
 A turn that is neither a call nor an answer gets the observation `error` and counts as a turn.
 """
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from sao.envs.protocol import Message, StepResult, check_split
 from sao.errors import ConfigError, EnvironmentFailure
 
-KEYS = tuple("abcdefghijklmnopqrstuvwx")
-DIGITS = tuple("0123456789")
-OPERATORS = ("plus", "minus")
-WORDS = ("get", "say", "error", "is", "?", *OPERATORS, *DIGITS, *KEYS)
+LETTERS = tuple("abcdefghijklmnopqrstuvwx")
+NUMBERS = tuple(str(number) for number in range(13))
+WORDS = ("get", "say", "plus", "error", *NUMBERS, *LETTERS)
 """Every word that the environment says or accepts; with 7 special tokens a vocabulary of 48."""
 
+_VALUES = 7  # values and operands are 0 to 6, so that a sum is one word
 _EVAL_SHARE = 8  # one task in 8 belongs to the held-out split
 
 
@@ -33,7 +33,6 @@ class Task:
     """
 
     key: str
-    operator: str
     operand: int
     value: int
     rows: tuple[tuple[str, int], ...]
@@ -41,7 +40,7 @@ class Task:
     @property
     def question(self) -> str:
         """What the user asks."""
-        return f"{self.key} {self.operator} {self.operand} ?"
+        return f"{self.key} plus {self.operand}"
 
     @property
     def call(self) -> str:
@@ -51,30 +50,44 @@ class Task:
     @property
     def observation(self) -> str:
         """What the tool replies to the right call."""
-        return " ".join(f"{key} is {value}" for key, value in self.rows)
+        return _show(self.rows)
 
     @property
     def answer(self) -> str:
         """The right answer."""
-        result = self.value + self.operand if self.operator == "plus" else self.value - self.operand
-        return f"say {result % 10}"
+        return f"say {self.value + self.operand}"
 
 
-def draw(seed: int, split: str, distractors: int = 2) -> Task:
-    """The task of (seed, split). Train and eval are disjoint: a digest of the task's text decides where it belongs."""
+def draw(seed: int, split: str, distractors: int = 0) -> Task:
+    """The task of (seed, split); 28,224 tasks without distractors.
+
+    Train and eval are disjoint: a digest of the task's text decides where it belongs, whatever the seed.
+    """
     check_split(seed, split)
     rng = random.Random(seed)
     while True:
-        keys = rng.sample(KEYS, distractors + 1)
-        values = rng.choices(range(10), k=len(keys))
-        operator, operand = rng.choice(OPERATORS), rng.randrange(10)
-        rows = list(zip(keys, values, strict=True))
+        rows = _rows(rng, distractors + 1)
+        (key, value), operand = rows[0], rng.randrange(_VALUES)
         rng.shuffle(rows)
-        task = Task(keys[0], operator, operand, values[0], tuple(rows))
+        task = Task(key, operand, value, tuple(rows))
         text = f"{task.question} {task.observation}"
         held_out = hashlib.blake2b(text.encode(), digest_size=1).digest()[0] % _EVAL_SHARE == 0
         if held_out == (split == "eval"):
             return task
+
+
+def _rows(rng: random.Random, count: int, first: str | None = None, never: str | None = None) -> list[tuple[str, int]]:
+    """Distinct keys, the first given or drawn, with their values."""
+    keys = [] if first is None else [first]
+    while len(keys) < count:
+        key = f"{rng.choice(LETTERS)} {rng.choice(LETTERS)}"
+        if key not in keys and key != never:
+            keys.append(key)
+    return [(key, rng.randrange(_VALUES)) for key in keys]
+
+
+def _show(rows: list[tuple[str, int]] | tuple[tuple[str, int], ...]) -> str:
+    return " ".join(f"{key} {value}" for key, value in rows)
 
 
 class Lookup:
@@ -87,7 +100,7 @@ class Lookup:
     reward_range = (0.0, 1.0)
     replayable = True
 
-    def __init__(self, distractors: int = 2, turns: int = 3) -> None:
+    def __init__(self, distractors: int = 0, turns: int = 3) -> None:
         if not isinstance(distractors, int) or not 0 <= distractors <= 7:
             raise ConfigError(f"env.args.distractors: {distractors!r}, expected an integer from 0 to 7")
         if not isinstance(turns, int) or turns < 2:
@@ -102,21 +115,21 @@ class Lookup:
     async def reset(self, seed: int, split: str) -> tuple[Message, ...]:
         """Draws the task of (seed, split) and asks its question."""
         self._task = draw(seed, split, self._distractors)
-        self._rng = random.Random(seed)  # rows of a wrong call: part of the task, so replays agree
+        self._rng = random.Random(seed)  # what a wrong call shows is part of the task, so replays agree
         self._turn, self._fetched = 0, False
         return (Message("user", self._task.question),)
 
     async def step(self, text: str) -> StepResult:
-        """Takes `get KEY` or `say DIGIT`. Raises `EnvironmentFailure("not_running")` before reset or after the end."""
+        """Takes `get KEY` or `say NUMBER`. Raises `EnvironmentFailure("not_running")` before reset or after the end."""
         task = self._task
         if task is None:
             raise EnvironmentFailure("not_running", "step before reset or after the end of the episode")
         self._turn += 1
         match text.split():
-            case ["say", digit] if digit in DIGITS:
-                return self._end(1.0 if self._fetched and f"say {digit}" == task.answer else 0.0)
-            case ["get", key] if key in KEYS:
-                observation = self._rows(task, key)
+            case ["say", number] if number in NUMBERS:
+                return self._end(1.0 if self._fetched and f"say {number}" == task.answer else 0.0)
+            case ["get", row, column] if row in LETTERS and column in LETTERS:
+                observation = self._fetch(task, f"{row} {column}")
             case _:
                 observation = "error"
         if self._turn >= self._turns:
@@ -131,12 +144,11 @@ class Lookup:
         self._task = None
         return StepResult((), reward, True)
 
-    def _rows(self, task: Task, key: str) -> str:
+    def _fetch(self, task: Task, key: str) -> str:
         if key == task.key:
             self._fetched = True
             return task.observation
         # A wrong key must not reveal the right one's value.
-        others = [other for other in KEYS if other not in (key, task.key)]
-        rows = [(name, self._rng.randrange(10)) for name in [key, *self._rng.sample(others, self._distractors)]]
+        rows = _rows(self._rng, self._distractors + 1, first=key, never=task.key)
         self._rng.shuffle(rows)
-        return " ".join(f"{name} is {value}" for name, value in rows)
+        return _show(rows)

@@ -1,0 +1,212 @@
+"""`reasoning_gym`: the procedural datasets of the package reasoning-gym, scored by their own `score_answer`.
+
+The policy is asked a question and to put its answer between tags; the content of the last complete pair is scored. With
+`turns` above 1 a reply that is not fully right gets feedback, and the policy may try again; the last reply counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import importlib
+import random
+import re
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from sao.envs.protocol import Message, StepResult, check_reward, check_split
+from sao.errors import ConfigError, EnvironmentFailure
+
+T = TypeVar("T")
+
+_EVAL_SHARE = 8  # one question in 8 belongs to the held-out split
+_DRAWS = 512  # after which a split is taken to be empty
+
+SYSTEM_PROMPT = "Answer the question. Write your final answer as <{tag}>ANSWER</{tag}>."
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Item:
+    """A drawn question with the dataset that scores it."""
+
+    dataset: Any
+    entry: dict[str, Any]
+
+
+class ReasoningGym:
+    """The environment; see the module. Rewards in [0, 1].
+
+    dataset: name of a reasoning-gym dataset, or a list of names (one is drawn for each task).
+    params: the dataset's parameters; with several datasets a table of them by name.
+    tag: name of the tags around the answer; "" scores the whole reply.
+    system: system prompt, `{tag}` is replaced; "" gives none; default: a sentence that asks for the tags.
+    example: question and answer that are put before the question as a worked example.
+    turns: replies at most.
+    exact: reward 1 for a full score and 0 for any other, instead of the dataset's partial scores.
+    score_timeout_s: deadline of one draw and of one scoring, seconds.
+
+    Raises `ConfigError` when reasoning-gym is not installed, or a name or parameter is not known to it.
+    """
+
+    reward_range = (0.0, 1.0)
+    replayable = True
+
+    def __init__(
+        self,
+        dataset: str | list[str],
+        params: dict[str, Any] | None = None,
+        *,
+        tag: str = "answer",
+        system: str | None = None,
+        example: dict[str, str] | None = None,
+        turns: int = 1,
+        exact: bool = False,
+        score_timeout_s: float = 10.0,
+    ) -> None:
+        self._gym = _import()
+        self._names = [dataset] if isinstance(dataset, str) else list(dataset)
+        params = dict(params or {})
+        self._params = {self._names[0]: params} if isinstance(dataset, str) else params
+        if not re.fullmatch(r"[A-Za-z][\w-]*|", tag):
+            raise ConfigError(f"env.args.tag: {tag!r}, expected letters, digits, '_' or '-', or '' for the whole reply")
+        if not isinstance(turns, int) or turns < 1:
+            raise ConfigError(f"env.args.turns: {turns!r}, expected an integer >= 1")
+        if not score_timeout_s > 0:
+            raise ConfigError(f"env.args.score_timeout_s: {score_timeout_s!r}, expected a number of seconds > 0")
+        if example is not None and set(example) != {"question", "answer"}:
+            raise ConfigError(f"env.args.example: keys {sorted(example)}, expected question and answer")
+        self._check_datasets()
+        self._tag, self._turns, self._exact, self._limit_s = tag, turns, exact, score_timeout_s
+        prompt = (SYSTEM_PROMPT if tag else "") if system is None else system
+        self._opening: tuple[Message, ...] = (Message("system", prompt.replace("{tag}", tag)),) if prompt else ()
+        if example is not None:
+            self._opening += (Message("user", example["question"]), Message("assistant", example["answer"]))
+        self._item: _Item | None = None
+        self._turn = 0
+
+    async def reset(self, seed: int, split: str) -> tuple[Message, ...]:
+        """Draws the question of (seed, split). Raises `EnvironmentFailure`: "reset_error", "timeout", "empty_split"."""
+        check_split(seed, split)
+        self._item, self._turn = None, 0
+        self._item = await in_thread(lambda: self._draw(seed, split), self._limit_s, "reset")
+        return (*self._opening, Message("user", str(self._item.entry["question"])))
+
+    async def step(self, text: str) -> StepResult:
+        """Scores a reply. Raises `EnvironmentFailure`: "scorer_error", "timeout", "bad_reward", "not_running"."""
+        item = self._item
+        if item is None:
+            raise EnvironmentFailure("not_running", "step before reset or after the end of the episode")
+        self._turn += 1
+        answer = extract(text, self._tag)
+        reward = 0.0
+        if answer is not None:
+            raw = await in_thread(lambda: item.dataset.score_answer(answer, item.entry), self._limit_s, "scorer")
+            reward = check_reward(raw, self.reward_range)
+        if self._turn >= self._turns or reward >= 1.0:
+            self._item = None
+            return StepResult((), float(reward >= 1.0) if self._exact else reward, True)
+        feedback = f"There is no <{self._tag}> in your reply." if answer is None else "That is not right."
+        return StepResult((Message("user", f"{feedback} Try again."),), None, False)
+
+    async def close(self) -> None:
+        """Frees nothing: the environment holds no resource."""
+        self._item = None
+
+    def _check_datasets(self) -> None:
+        known = importlib.import_module("reasoning_gym.factory").DATASETS
+        if not self._names:
+            raise ConfigError("env.args.dataset: empty, expected at least one name")
+        for name in self._names:
+            if name not in known:
+                raise ConfigError(f"env.args.dataset: {name!r} is unknown to reasoning-gym{_nearest(name, known)}")
+        for name, params in self._params.items():
+            if name not in self._names or not isinstance(params, dict):
+                raise ConfigError(f"env.args.params.{name}: expected one table for each of {', '.join(self._names)}")
+            fields = {field.name for field in dataclasses.fields(known[name][1])} - {"seed", "size"}
+            for key in params:
+                if key not in fields:
+                    raise ConfigError(f"env.args.params.{key}: {name!r} takes {', '.join(sorted(fields))}")
+        for name in self._names:
+            try:
+                self._create(name, 0)
+            except Exception as error:  # its validation raises what it likes, mostly AssertionError
+                raise ConfigError(f"env.args.params: {name!r} refuses {self._params.get(name, {})}: {error}") from error
+
+    def _create(self, name: str, seed: int) -> Any:
+        return self._gym.create_dataset(name, seed=seed, size=1, **self._params.get(name, {}))
+
+    def _draw(self, seed: int, split: str) -> _Item:
+        """Train and eval use disjoint dataset seeds, and a digest of the question decides where a question belongs."""
+        rng = random.Random(seed)
+        for _ in range(_DRAWS):
+            name = rng.choice(self._names)
+            dataset = self._create(name, 2 * rng.getrandbits(30) + (split == "eval"))
+            entry = dataset[0]
+            digest = hashlib.blake2b(str(entry["question"]).encode(), digest_size=1).digest()[0]
+            if (digest % _EVAL_SHARE == 0) == (split == "eval"):
+                return _Item(dataset, entry)
+        raise EnvironmentFailure("empty_split", f"no question of split {split!r} in {_DRAWS} draws: too few questions")
+
+
+def extract(text: str, tag: str) -> str | None:
+    """The content of the last complete <tag>...</tag>, stripped; `None` if there is none or it is empty.
+
+    With tag "" the whole text.
+    """
+    if not tag:
+        return text.strip() or None
+    head, close, _ = text.rpartition(f"</{tag}>")
+    _, opened, content = head.rpartition(f"<{tag}>")
+    return (content.strip() or None) if close and opened else None
+
+
+async def in_thread(call: Callable[[], T], limit_s: float, what: str) -> T:
+    """Runs `call` in a daemon thread of its own, which neither blocks the loop nor the end of the process.
+
+    Raises `EnvironmentFailure`: "timeout" after `limit_s` seconds, f"{what}_error" for anything that `call` raises.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if not future.done():  # the caller may be gone
+            if error is None:
+                future.set_result(value)
+            else:
+                future.set_exception(error)
+
+    def run() -> None:
+        value: Any = None
+        failure: BaseException | None = None
+        try:
+            value = call()
+        except EnvironmentFailure as error:
+            failure = error
+        except BaseException as error:  # code of others: whatever it raises is a failure with a reason
+            failure = EnvironmentFailure(f"{what}_error", f"{type(error).__name__}: {error}")
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, value, failure)
+
+    threading.Thread(target=run, name=f"sao-{what}", daemon=True).start()
+    try:
+        return await asyncio.wait_for(future, limit_s)
+    except TimeoutError:
+        raise EnvironmentFailure("timeout", f"{what} did not return within {limit_s:g} s") from None
+
+
+def _import() -> Any:
+    try:
+        return importlib.import_module("reasoning_gym")
+    except ImportError as error:
+        raise ConfigError(
+            f"env.name: 'reasoning_gym' needs the package reasoning-gym: pip install 'sao[envs]' ({error})"
+        ) from error
+
+
+def _nearest(name: str, known: Any) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, known, n=3)
+    return f"; near: {', '.join(near)}" if near else f"; it has {len(known)} datasets, such as chain_sum"
