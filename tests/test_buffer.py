@@ -35,7 +35,7 @@ def numbers(leases: list[_core.Lease]) -> list[int]:
 
 def conserved(buffer: _core.Buffer) -> bool:
     s = buffer.stats()
-    return s["received"] == s["ready"] + s["leased"] + s["committed"] + sum(s["dropped"].values())
+    return s["received"] == s["trajectories"] + s["leased"] + s["committed"] + sum(s["dropped"].values())
 
 
 @pytest.fixture
@@ -500,7 +500,7 @@ def test_items_are_never_mixed_lost_or_doubled(threads: ThreadPoolExecutor) -> N
         return buffer.stats()["committed"] == 4 * each or buffer.stats()["waiting_takes"] == 2
 
     until(finish, 30)
-    rest = buffer.stats()["ready"]
+    rest = buffer.stats()["trajectories"]
     buffer.close()
     for consumer in consumers:
         consumer.result(10)
@@ -617,7 +617,7 @@ class Model(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         stats = self.buffer.stats()
-        assert (stats["ready"], stats["leased"]) == (len(self.ready), len(self.leased))
+        assert (stats["trajectories"], stats["leased"]) == (len(self.ready), len(self.leased))
         assert stats["bytes"] == self.held_bytes() <= self.max_bytes
         assert conserved(self.buffer)
 

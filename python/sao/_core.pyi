@@ -136,7 +136,7 @@ class Buffer:
         """Notes the policy version; drops what is ready with min_version < keep_from and returns the headers."""
 
     def stats(self) -> dict[str, Any]:
-        """trajectories (ready + leased), ready, leased, copying, bytes, received, committed, dropped {reason: n},
+        """trajectories (ready to be taken), leased, copying, bytes, received, committed, dropped {reason: n},
         waiting_takes, waiting_puts, version, closed.
         """
 

@@ -91,8 +91,7 @@ impl Buffer {
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.buffer.stats();
         let result = PyDict::new(py);
-        result.set_item("trajectories", stats.ready + stats.leased)?;
-        result.set_item("ready", stats.ready)?;
+        result.set_item("trajectories", stats.ready)?;
         result.set_item("leased", stats.leased)?;
         result.set_item("copying", stats.copying)?;
         result.set_item("bytes", stats.bytes)?;
