@@ -22,18 +22,19 @@ def make_segment(
     kind: str = "execution",
     logprob: float | None = None,
 ) -> Segment:
-    """A segment of (context tokens, sampled tokens) turns; each turn's tokens are split evenly over `versions`."""
+    """A segment of (context tokens, sampled tokens) turns; the sampled tokens are split evenly over `versions`."""
     builder = SegmentBuilder(kind)
+    total, done = sum(sampled for _, sampled in turns), 0
     for context, sampled in turns:
         builder.append_context(rng.integers(3, VOCABULARY, context).astype(np.int32))
         if sampled:
             ids = rng.integers(3, VOCABULARY, sampled).astype(np.int32)
-            logprobs = (
-                -np.log(VOCABULARY) + rng.normal(0, 1.0, sampled) if logprob is None else np.full(sampled, logprob)
-            )
-            cuts = np.linspace(0, sampled, len(versions) + 1).astype(np.int64)
-            spans = [(a, b, v) for a, b, v in zip(cuts[:-1], cuts[1:], versions, strict=True) if b > a]
-            builder.append_sampled(ids, np.minimum(logprobs, -1e-3).astype(np.float32), np.array(spans, dtype=np.int64))
+            drawn = -np.log(VOCABULARY) + rng.normal(0, 1.0, sampled)
+            logprobs = np.minimum(drawn if logprob is None else logprob, -1e-3) + np.zeros(sampled)
+            stamps = [versions[index * len(versions) // total] for index in range(done, done + sampled)]
+            spans = [(index, index + 1, stamp) for index, stamp in enumerate(stamps)]
+            builder.append_sampled(ids, logprobs.astype(np.float32), np.array(spans, dtype=np.int64))
+            done += sampled
     return builder.build()
 
 

@@ -31,7 +31,7 @@ def in_one_row(lengths):
 @pytest.fixture(scope="module")
 def models():
     critic = Critic(make_model(seed=1).base_model)
-    torch.nn.init.normal_(critic.head.weight)
+    torch.nn.init.normal_(critic.head.weight, std=0.1, generator=torch.Generator().manual_seed(0))
     return {"policy": Policy(make_model()), "critic": critic}
 
 

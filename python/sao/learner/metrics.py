@@ -73,8 +73,8 @@ def describe(batch: Batch) -> dict[str, float]:
         "rollout/turns": starts.sum() / count,
         "rollout/segments": len(batch.lengths) / count,
         "tokens/action": mask.sum(),
-        "lag/mean": lags.mean() if len(lags) else 0.0,
-        "lag/max": lags.max(initial=0),
+        "lag/mean": lags.mean(),
+        "lag/max": lags.max(),
     }
     return {name: float(number) for name, number in numbers.items()}
 
@@ -98,7 +98,7 @@ def describe_advantages(
     return {
         "advantage/mean": float(chosen.mean()),
         "advantage/std": float(chosen.std()),
-        "lambda/mean": float(np.nanmean(lambdas)),
+        "lambda/mean": float(lambdas.mean()),
     }
 
 

@@ -163,14 +163,13 @@ def shard(model: Any, dtype: str, world: World) -> Any:
     """Moves a model to the rank's device and shards it with FSDP2: every decoder layer, then the rest.
 
     Gradients are summed over ranks, not averaged: a step divides once, by its global count. bfloat16 means float32
-    parameters and optimizer state, with bfloat16 in the passes and float32 in the reduction. One rank in float32 or
-    float64 has nothing to shard and is left as it is (`docs/decisions/one-rank.md`).
+    parameters and optimizer state, with bfloat16 in the passes and float32 in the reduction. Without a process group
+    (`World.alone`) the model is left as it is, all of it in `dtype`. One rank is sharded like many
+    (`docs/decisions/learner-step.md`).
     """
     model.to(world.device)
-    if world.mesh is None or (world.size == 1 and dtype != "bfloat16"):
-        if dtype == "bfloat16":
-            model.to(torch.bfloat16)
-        return model
+    if world.mesh is None:
+        return model.to(DTYPES[dtype])
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -121,8 +121,6 @@ class Learner:
     ) -> tuple[torch.Tensor | None, str | None]:
         """K critic passes. Returns advantages float32[N] by flat index, or None and why the step is skipped."""
         algorithm, n_actions = self.config.algorithm, int(batch.action_mask.sum())
-        if n_actions == 0:
-            return None, "no action token in the batch"
         # With lambda_critic = 1 a target is a return and needs no value; then the first critic pass, which runs before
         # any update, gives the values on its way and their own forward pass is saved.
         returns = algorithm.lambda_critic == 1 and algorithm.skip_observations and not algorithm.bootstrap_truncated
@@ -262,13 +260,12 @@ class Learner:
         return (0 if skipped else kept), skipped
 
     def _trajectory_weights(self, batch: Batch) -> tuple[torch.Tensor | None, int]:
-        """Weight 1 / action tokens of its trajectory for each token, and the number of trajectories that have any."""
+        """For each token 1 / action tokens of its trajectory (at least one); and the number of trajectories."""
         if self.config.algorithm.denominator != "trajectory":
             return None, 0
         owner = batch.trajectory_of_token
         actions = np.bincount(owner[batch.action_mask], minlength=batch.n_trajectories)
-        weights = 1.0 / np.maximum(actions, 1)[owner]
-        return torch.from_numpy(weights).to(self.world.device), int((actions > 0).sum())
+        return torch.from_numpy(1.0 / actions[owner]).to(self.world.device), batch.n_trajectories
 
     # -- ends
 
