@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 
 from sao.config import load_resolved
@@ -24,7 +23,7 @@ log = logging.getLogger("sao.generator")
 
 async def _run(arguments: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
-    loop.set_default_executor(DaemonExecutor())
+    loop.set_default_executor(DaemonExecutor())  # tools of environments may block in `asyncio.to_thread`
     config = load_resolved(Path(arguments.run_folder) / "config.json")
     generator = make_generator(config, arguments.endpoint, arguments.name, arguments.incarnation)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -43,9 +42,9 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are folders; nothing is fetched
     sys.setswitchinterval(SWITCH_S)
-    loop = asyncio.new_event_loop()  # not `asyncio.run`: its end waits for whatever ignores being cancelled
     try:
-        loop.run_until_complete(_run(arguments))
+        # Not `asyncio.run`: its end waits for whatever ignores being cancelled. The process ends right after.
+        asyncio.new_event_loop().run_until_complete(_run(arguments))
         return DONE
     except ConfigError as error:
         log.error("%s", error)
@@ -63,6 +62,4 @@ if __name__ == "__main__":
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    if any(thread is not threading.main_thread() for thread in threading.enumerate()):
-        os._exit(code)  # a tool is stuck in a thread; the interpreter's own end could wait for it or crash under it
-    sys.exit(code)
+    os._exit(code)  # a tool may be stuck in a thread or a task: the interpreter's own end could wait for it

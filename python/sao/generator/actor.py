@@ -69,23 +69,28 @@ class Generator:
         Raises what made it impossible to go on: `TransportError` (broker lost), `EngineError`, `WeightsError`,
         `ConfigError`.
         """
-        background: list[asyncio.Task[None]] = []
+        work = asyncio.create_task(self._work())
+        stopped = asyncio.create_task(self._stopped.wait())
         try:
-            await self._check_environment()
-            await self.engine.start(None)
-            await self.check_engine()
-            welcome = await self._join()
-            weights = welcome.get("weights")
-            if weights:
-                await self.engine.update_weights(WeightsRef.from_message(weights))
-            self._send("loaded", {"version": self.engine.version, "fingerprint": self.engine.fingerprint})
-            background = [asyncio.create_task(self._follow_weights()), asyncio.create_task(self._report())]
-            self._state_slots()
-            await self._stopped.wait()
+            await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()  # it only ends by what it raises
         finally:
-            await self._end(background)
+            await self._end([work, stopped])
         if self._fault is not None:
             raise self._fault
+
+    async def _work(self) -> None:
+        await self._check_environment()
+        await self.engine.start(None)
+        welcome = await self._join()
+        if welcome.get("weights") and self._wanted is None:
+            self._wanted = WeightsRef.from_message(welcome["weights"])
+        await self._take_newest()
+        await self.check_engine()
+        self._tell_loaded()
+        self._state_slots()
+        await asyncio.gather(self._follow_weights(), self._report())
 
     def stop(self, reason: str) -> None:
         """Ends `run`; safe to call again."""
@@ -231,28 +236,34 @@ class Generator:
     # -- weights
 
     async def _follow_weights(self) -> None:
-        """Loads the newest version that was announced, again and again. Episodes go on meanwhile."""
+        """Takes over what is announced, again and again. Episodes go on meanwhile."""
         while True:
             await self._newer.wait()
             self._newer.clear()
-            ref = self._wanted
-            if ref is None or ref.version <= self.engine.version:
-                continue
+            if await self._take_newest():
+                self._tell_loaded()
+
+    async def _take_newest(self) -> bool:
+        """Loads the newest version that was announced, unless the engine serves it; whether it loaded one."""
+        loaded = False
+        while (ref := self._wanted) is not None and ref.version >= self.engine.version:
+            if (ref.version, ref.fingerprint) == (self.engine.version, self.engine.fingerprint):
+                break
+            self._newer.clear()
             try:
                 await self.engine.update_weights(ref)
+                loaded = True
             except WeightsError as error:
                 # The file may be gone because there are newer ones: their announcement is then on the way.
                 log.warning("weights of version %d not taken: %s", ref.version, error)
                 try:
                     await asyncio.wait_for(self._newer.wait(), self.config.transport.peer_timeout_s)
                 except TimeoutError:
-                    self._fail(error)
-                    return
-                continue
-            except Error as error:
-                self._fail(error)
-                return
-            self._send("loaded", {"version": ref.version, "fingerprint": ref.fingerprint})
+                    raise error from None
+        return loaded
+
+    def _tell_loaded(self) -> None:
+        self._send("loaded", {"version": self.engine.version, "fingerprint": self.engine.fingerprint})
 
     # -- the line
 
@@ -291,7 +302,7 @@ class Generator:
             before, at = stats, now
             self._send("stats", body)
 
-    async def _end(self, background: list[asyncio.Task[None]]) -> None:
+    async def _end(self, background: list[asyncio.Task[Any]]) -> None:
         """Cancels everything and waits for it, together at most `transport.shutdown_s`."""
         self._stopped.set()
         tasks = [*background, *self._episodes.values()]
@@ -339,6 +350,7 @@ def make_engine(config: Config, renderer: Renderer, seed: int) -> Engine:
 
 def make_generator(config: Config, endpoint: str, name: str, incarnation: int) -> Generator:
     """A generator as `python -m sao.generator` runs it. Raises `ConfigError` and `EngineError`."""
+    registry.factory(config.env.name)  # a wrong name is found before anything slow is imported
     seed = derive_seed(config.run.seed, name, incarnation)
     renderer = Renderer(config.model.path)
 
