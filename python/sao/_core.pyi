@@ -40,9 +40,9 @@ def token_lags(
 ) -> NDArray[np.int32]:
     """Lag of each token: learner_version - version on action tokens, -1 elsewhere; int32 [n].
 
-    `version_spans` int64 [k, 3]: rows (start, stop, version), sorted, disjoint. Lag 0 is a token of the very version that
-    is about to be updated. Raises `ValidationError` for a version ahead of the learner's, an action token in no span, or
-    spans out of order.
+    `version_spans` int64 [k, 3]: rows (start, stop, version), sorted, disjoint. Lag 0 is a token of the very version
+    that is about to be updated. Raises `ValidationError` for a version ahead of the learner's, an action token in no
+    span, or spans out of order.
     """
 
 def pack(lengths: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -87,9 +87,9 @@ def plan(
 
     No row exceeds `row_tokens`. Every rank has the same number of micro-batches, the least that holds all rows; a rank
     may have fewer rows in one, or none at all, but no micro-batch is empty on all ranks. Rows are balanced by cost,
-    linear_cost * l + quadratic_cost * l^2 per segment of l tokens (only the ratio matters; the default suits 7B models).
-    Raises `ValidationError` for no segments, for a length outside 1..row_tokens (naming index, length and limit) and for
-    parameters out of range.
+    linear_cost * l + quadratic_cost * l^2 per segment of l tokens (only the ratio matters; the default suits 7B
+    models). Raises `ValidationError` for no segments, for a length outside 1..row_tokens (naming index, length and
+    limit) and for parameters out of range.
     """
 
 def advantages(
