@@ -87,4 +87,4 @@ def _module(module: str, places: Places) -> tuple[str, ...]:
 
 def _environment(threads: int) -> dict[str, str]:
     counts = {name: str(threads) for name in THREAD_VARIABLES}
-    return counts | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    return counts | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"}

@@ -54,8 +54,8 @@ def train(config: Config, *, overwrite: bool = False) -> int:
     if config.telemetry.plot:
         _plot(run_folder, console)
     style = {EXIT_DONE: "bold green", EXIT_INTERRUPTED: "bold yellow"}.get(outcome.exit_code, "bold red")
-    console.print(outcome.reason, style=style, markup=False)
-    console.print(f"run folder: {config.folder}", style="dim", markup=False)
+    console.print(outcome.reason, style=style, markup=False, soft_wrap=True)
+    console.print(f"run folder: {config.folder}", style="dim", markup=False, soft_wrap=True)
     return outcome.exit_code
 
 
@@ -69,7 +69,7 @@ def _plot(run_folder: Path, console: Console) -> None:
         plot.curves(records, run_folder / "curves.png")
     except ImportError:
         return  # the check before the run has said so
-    console.print(f"curves: {run_folder / 'curves.png'}", style="dim", markup=False)
+    console.print(f"curves: {run_folder / 'curves.png'}", style="dim", markup=False, soft_wrap=True)
 
 
 def _environment() -> dict[str, Any]:

@@ -6,6 +6,7 @@ Colours carry meaning: green is as hoped, yellow is worth a look, red is wrong.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections import deque
 from typing import Any
@@ -75,7 +76,7 @@ class View:
         return "  ".join([*parts, f"eta {_duration(self._eta_s())}"])
 
     def _print(self, text: str, style: str) -> None:
-        (self._live.console if self._live else self._console).print(text, style=style, markup=False, highlight=False)
+        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def _eval_line(self, record: dict[str, Any]) -> str:
         success, n, failed = record.get("success"), record.get("n"), record.get("failed") or 0
@@ -127,7 +128,7 @@ class View:
         times = [w.step_s for w in self._recent if math.isfinite(w.step_s)]
         if not times:
             return math.nan
-        return sum(times) / len(times) * (self._config.run.steps - self._recent[-1].step)
+        return statistics.median(times) * (self._config.run.steps - self._recent[-1].step)
 
 
 def _number(value: float, form: str) -> str:
