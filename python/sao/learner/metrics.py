@@ -12,7 +12,7 @@ micro-batches and ranks, and divided once.
 | `critic/value_mean` | mean V at action tokens |
 | `logprob_gap/mean`, `logprob_gap/max` | abs(current - rollout) at tokens of lag 0: engine against learner |
 | `advantage/mean`, `advantage/std`, `lambda/mean` | over action tokens; over trajectories |
-| `reward/mean`, `reward/success` | over trajectories; share with reward > 0 |
+| `reward/mean`, `reward/success` | over trajectories; share that reaches `env.success_reward` |
 | `rollout/tokens`, `rollout/actions`, `rollout/turns`, `rollout/segments` | means per trajectory |
 | `rollout/actions_max`, `lag/mean`, `lag/max` | longest; policy versions behind, over action tokens |
 | `tokens/action`, `tokens/trained`, `tokens/masked` | action tokens of the batch; with, without gradient |
@@ -55,7 +55,7 @@ class Clock:
             self.seconds[cause] = self.seconds.get(cause, 0.0) + time.perf_counter() - start
 
 
-def describe(batch: Batch) -> dict[str, float]:
+def describe(batch: Batch, success_reward: float) -> dict[str, float]:
     """What the batch itself says: rewards, lengths, lags. The same on every rank, so nothing is reduced."""
     mask, owner = batch.action_mask, batch.trajectory_of_token
     count = batch.n_trajectories
@@ -66,7 +66,7 @@ def describe(batch: Batch) -> dict[str, float]:
     lags = batch.lags[mask]
     numbers = {
         "reward/mean": batch.rewards.mean(),
-        "reward/success": (batch.rewards > 0).mean(),
+        "reward/success": (batch.rewards >= success_reward).mean(),
         "rollout/tokens": len(mask) / count,
         "rollout/actions": actions.mean(),
         "rollout/actions_max": actions.max(),

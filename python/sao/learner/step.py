@@ -97,7 +97,7 @@ class Learner:
             plan = plan_rows(batch, self.world.size, learner.row_tokens, learner.rows_per_micro_batch)
             self.world.agree("batch and plan", (int(plan.hash) ^ batch.checksum()) & (2**64 - 1))
             micro = micro_batches(batch, plan, self.world.rank, self.world.device)
-            metrics.update(describe(batch))
+            metrics.update(describe(batch, self.config.env.success_reward))
         metrics["policy/lr"] = self.policy_optimizer.set_step(self.steps)
         metrics["critic/lr"] = self.critic_optimizer.set_step(self.steps)
         warmup = self.steps < learner.critic_warmup_steps
