@@ -24,6 +24,7 @@ ROLES: Final = ("generator", "learner", "supervisor")
 WORKERS: Final = ("generator", "learner")
 KEPT_MESSAGES: Final = 1000  # for a supervisor that has not joined yet
 TICK_S: Final = 1.0
+MAX_TOKENS: Final = 1 << 40  # that one rollout may claim to have sampled
 LEARNER_GRACE_S: Final = 60.0  # for a learner that has left to come back
 
 
@@ -89,12 +90,12 @@ class Broker:
         """Pushes to one generator."""
         for peer in self._of("generator"):
             if peer.name == name:
-                self._mailbox.push(peer, kind, body)
+                self._push(peer, kind, body)
 
     def to_learner(self, kind: str, body: dict[str, Any]) -> None:
         """Pushes to the learner."""
         for peer in self._of("learner"):
-            self._mailbox.push(peer, kind, body)
+            self._push(peer, kind, body)
 
     def to_supervisor(self, kind: str, body: dict[str, Any]) -> None:
         """Pushes to the supervisor; what happens before it joins is kept for it."""
@@ -102,7 +103,7 @@ class Broker:
         if not peers:
             self._early.append((kind, body))
         for peer in peers:
-            self._mailbox.push(peer, kind, body)
+            self._push(peer, kind, body)
 
     def batch(self, take: Hashable, body: dict[str, Any], frames: tuple[Buffer, ...]) -> None:
         """Answers a waiting `take`; the frames are views of the buffer's memory and are not copied."""
@@ -112,6 +113,12 @@ class Broker:
         """Answers a waiting `take`: the run has ended."""
         self._mailbox.reply(self._takes.pop(take), Reply("stop", {"reason": reason}))
 
+    def _push(self, peer: Peer, kind: str, body: dict[str, Any]) -> None:
+        try:
+            self._mailbox.push(peer, kind, body)
+        except WireError as error:  # what a peer gave us to pass on is too large: that must not undo a commit
+            log.error("%s to %s not sent: %s", kind, peer.name, error)
+
     # -- messages
 
     def _register(self) -> None:
@@ -120,7 +127,7 @@ class Broker:
         on("stats", "generator", lambda r, _: self.state.stats(r.peer.name, r.body))
         on("loaded", "generator", lambda r, _: self.state.loaded(r.peer.name, r.body["version"], r.body["fingerprint"]))
         on("trajectory", "generator", self._trajectory)
-        on("failure", "generator", lambda r, now: Reply(body=self.state.failure(r.peer.name, r.body, now)))
+        on("failure", "generator", self._failure)
         on("eval_result", "generator", lambda r, now: Reply(body=self.state.eval_result(r.peer.name, r.body, now)))
         on("take", "learner", self._take)
         on("commit", "learner", lambda r, now: Reply(body=self.state.commit(r.body, now)))
@@ -149,6 +156,12 @@ class Broker:
         if len(frames) != 2:
             raise WireError(f"trajectory: expected 2 frames (header, payload), got {len(frames)}")
         return Reply(body=self.state.trajectory(request.peer.name, frames[0], frames[1], now))
+
+    def _failure(self, request: Request, now: float) -> Reply:
+        tokens = request.body["sampled_tokens"]
+        if not 0 <= tokens < MAX_TOKENS:
+            raise WireError(f"failure.sampled_tokens: {tokens} is not in [0, {MAX_TOKENS})")
+        return Reply(body=self.state.failure(request.peer.name, request.body, now))
 
     def _take(self, request: Request, now: float) -> Reply:
         self._takes[request.key] = request
@@ -205,9 +218,9 @@ class Broker:
         if peer.role == "supervisor":
             early, self._early = self._early, deque(maxlen=KEPT_MESSAGES)
             for kind, body in early:
-                self._mailbox.push(peer, kind, body)
+                self._push(peer, kind, body)
         elif self.state.done is not None:
-            self._mailbox.push(peer, "stop", {"reason": self.state.done["reason"]})
+            self._push(peer, "stop", {"reason": self.state.done["reason"]})
 
     def _leave(self, peer: Peer, reason: str) -> None:
         log.info("%s %s incarnation %d left: %s", peer.role, peer.name, peer.incarnation, reason)
@@ -254,6 +267,6 @@ class Broker:
         try:
             self.to_supervisor("done", {"reason": reason, "failed": True, "step": self.state.step})
             for peer in [*self._of("learner"), *self._of("generator")]:
-                self._mailbox.push(peer, "stop", {"reason": reason})
+                self._push(peer, "stop", {"reason": reason})
         except ClosedError:
             log.error("peers could not be told")

@@ -145,7 +145,7 @@ class State:
 
     def failure(self, name: str, body: dict[str, Any], now: float) -> dict[str, Any]:
         """A rollout failed: it is dropped under its reason, never trained, and a new task takes its place."""
-        ordinal, attempt, tokens = body["ordinal"], body["attempt"], max(0, body["sampled_tokens"])
+        ordinal, attempt, tokens = body["ordinal"], body["attempt"], body["sampled_tokens"]
         task = self.book.current(ordinal, attempt, tokens)
         if isinstance(task, str):
             return _refused(task)
@@ -156,11 +156,11 @@ class State:
         return ACCEPTED
 
     def eval_result(self, name: str, body: dict[str, Any], now: float) -> dict[str, Any]:
-        """Takes the result of a held-out episode. `success` is the generator's verdict, else whether reward >= 1."""
+        """Takes the result of a held-out episode. `success`: its verdict, else by `env.success_reward`."""
         reward, reason = body["reward"], self._reason(body.get("reason") or "no_reward")
         if reward is not None and not -1e30 < reward < 1e30:
             reward, reason = None, "invalid_reward"
-        success = bool(body.get("success", reward is not None and reward >= 1.0))
+        success = bool(body.get("success", reward is not None and reward >= self.config.env.success_reward))
         generator = self.pool.by_name.get(name)
         if generator is not None:
             generator.evals.discard(body["ordinal"])
@@ -179,7 +179,7 @@ class State:
         """The learner is here. `step` and `weights` in its greeting: where it continues, and its weights if they are
         newer.
         """
-        self.step = int(hello.get("step", self.step))
+        self.step = hello.get("step", self.step)
         weights = hello.get("weights")
         if weights:
             self.versions.check(weights)
@@ -189,10 +189,10 @@ class State:
         """The learner is gone: what it held is given back, in the old order."""
         self.takes.clear()
         count = sum(len(lease.held) for lease in self.leases.values())
+        if not self.ending:
+            self.event("warning", f"learner: {reason}; {count} leased trajectories given back")
         for lease in sorted(self.leases, reverse=True):
             self._give_back(lease)
-        if self.done is None:
-            self.event("warning", f"learner: {reason}; {count} leased trajectories given back")
         self.progress(now)
 
     def take(self, key: Hashable, n: int, now: float) -> None:

@@ -95,7 +95,6 @@ class Client:
             "role": self.role,
             "name": self.name,
             "incarnation": self.incarnation,
-            "pid": self._pid,
             "nonce": secrets.token_hex(8),
             **hello,
         }

@@ -35,7 +35,7 @@ SCHEMA: Final[dict[str, dict[str, tuple[type, ...]]]] = {
     "bye": {},
     "cancel": {"seq?": _INT, "ordinal?": _INT, "attempt?": _INT},
     # joining
-    "hello": {"role": _STR, "name": _STR, "incarnation": _INT, "nonce": _STR, "pid?": _INT},
+    "hello": {"role": _STR, "name": _STR, "incarnation": _INT, "nonce": _STR, "step?": _INT, "weights?": _OPT_MAP},
     "welcome": {"version": _INT, "weights": _OPT_MAP},
     # generator -> broker. `received` is the number of tasks received so far: free slots are counted after those.
     "slots": {"free": _INT, "received?": _INT},
