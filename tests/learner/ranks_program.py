@@ -1,0 +1,89 @@
+"""Run by torchrun in `test_ranks.py`: every rank trains on the batches of each scenario and writes what came of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from learner.rollouts import make_config, make_segment, make_trajectory, random_batch
+
+from sao.errors import LearnerError
+from sao.learner.export import full_tensors
+from sao.learner.step import Learner
+from sao.learner.world import World
+from sao.trajectory import Trajectory
+
+SCENARIOS = ("long-and-tiny", "idle", "five-long-one-short", "kept", "float32")
+ONLY_TWO = ("poison", "disagree")
+
+
+def batches(scenario: str) -> list[list[Trajectory]]:
+    """The same on every rank."""
+    rng = np.random.default_rng(0)
+    if scenario == "long-and-tiny":
+        return [random_batch(number, 9, long=60) for number in range(3)]
+    if scenario == "idle":  # one segment: a second rank has no work at all
+        return [[make_trajectory(rng, [make_segment(rng, [(5, 4)])], reward=1.0)] for _ in range(2)]
+    if scenario == "five-long-one-short":
+        long = [make_trajectory(rng, [make_segment(rng, [(30, 30)])]) for _ in range(5)]
+        return [[*long, make_trajectory(rng, [make_segment(rng, [(2, 1)])])]]
+    return [random_batch(number, 8) for number in range(8 if scenario == "float32" else 4)]
+
+
+def spoil(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> None:
+    """Makes the gradient of a module's output not a number."""
+    if output.requires_grad:
+        output.register_hook(lambda gradient: torch.full_like(gradient, math.nan))
+
+
+def run(scenario: str, model: Path, out: Path, world: World) -> None:
+    settings = {"algorithm__denominator": "kept"} if scenario == "kept" else {}
+    dtype = "float32" if scenario == "float32" else "float64"
+    if dtype == "float32":
+        settings = {"learner__policy_lr": 1e-4, "learner__critic_lr": 1e-4}
+    weights = out / "weights"
+    if world.rank == 0:
+        weights.mkdir(parents=True)
+    learner = Learner(make_config(model, model__dtype=dtype, **settings), world, weights)
+    report: dict[str, list] = {"steps": [], "skipped": [], "versions": [], "published": [], "error": []}
+    for number, batch in enumerate(batches(scenario)):
+        if scenario == "disagree" and number == 1 and world.rank == 1:
+            batch = batch[::-1]
+        poisoned = scenario == "poison" and number == 2 and world.rank == world.size - 1
+        hook = learner.policy.lm.model.layers[1].mlp.register_forward_hook(spoil) if poisoned else None
+        try:
+            result = learner.step(batch)
+        except LearnerError as error:
+            report["error"].append(str(error))
+            break
+        if hook is not None:
+            hook.remove()
+        report["steps"].append({k: v for k, v in result.metrics.items() if not k.startswith("time/")})
+        report["skipped"].append(result.skipped)
+        report["versions"].append(result.version)
+        report["published"].append(None if result.weights is None else result.weights.version)
+    tensors = {}
+    for name, module in (("policy", learner.policy), ("critic", learner.critic)):
+        whole = full_tensors(module, dtype, world)
+        tensors.update({f"{name}.{key}": tensor for key, tensor in (whole or {}).items()})
+    learner.export(out / "checkpoints")
+    if world.rank == 0:
+        torch.save(tensors, out / "tensors.pt")
+    (out / f"rank-{world.rank}.json").write_text(json.dumps(report))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    world = World.join(timeout_s=60)
+    for scenario in SCENARIOS + (ONLY_TWO if world.size > 1 else ()):
+        run(scenario, Path(sys.argv[1]), Path(sys.argv[2]) / scenario, world)
+        world.agree("end of a scenario", 0)
+    world.leave()
+
+
+if __name__ == "__main__":
+    main()
