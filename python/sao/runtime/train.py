@@ -15,6 +15,7 @@ from sao import config as configuration
 from sao.config import Config
 from sao.runtime import folders, launch, preflight
 from sao.runtime.supervisor import EXIT_DONE, EXIT_INTERRUPTED, Supervisor
+from sao.telemetry import plot, sinks
 from sao.telemetry.monitor import Monitor
 
 
@@ -51,25 +52,30 @@ def train(config: Config, *, overwrite: bool = False) -> int:
     finally:
         private.remove()
         folders.disown(run_folder)
-    if config.telemetry.plot:
-        _plot(run_folder, console)
+    _summary(run_folder, config, console)
     style = {EXIT_DONE: "bold green", EXIT_INTERRUPTED: "bold yellow"}.get(outcome.exit_code, "bold red")
     console.print(outcome.reason, style=style, markup=False, soft_wrap=True)
     console.print(f"run folder: {config.folder}", style="dim", markup=False, soft_wrap=True)
     return outcome.exit_code
 
 
-def _plot(run_folder: Path, console: Console) -> None:
-    from sao.telemetry import plot, sinks
-
+def _summary(run_folder: Path, config: Config, console: Console) -> None:
+    """What came of it: held-out success first and last, the model, the curves."""
     records = sinks.read(run_folder / "metrics.jsonl")
-    if not any(record["kind"] == "step" for record in records):
-        return
-    try:
-        plot.curves(records, run_folder / "curves.png")
-    except ImportError:
-        return  # the check before the run has said so
-    console.print(f"curves: {run_folder / 'curves.png'}", style="dim", markup=False, soft_wrap=True)
+    held_out = [record for record in records if record["kind"] == "eval" and record["success"] is not None]
+    if held_out:
+        points = [held_out[0], held_out[-1]] if len(held_out) > 1 else held_out
+        text = ", then ".join(f"{record['success']:.3f} at step {record['step']}" for record in points)
+        console.print(f"held-out success: {text} (n = {points[-1]['n']})", style="bold")
+    models = sorted((run_folder / "checkpoints").glob("step-*"), key=lambda path: path.stat().st_mtime)
+    if models:
+        console.print(f"model: {config.folder / 'checkpoints' / models[-1].name}", soft_wrap=True)
+    if config.telemetry.plot and any(record["kind"] == "step" for record in records):
+        try:
+            plot.curves(records, run_folder / "curves.png")
+        except ImportError:
+            return  # matplotlib is not installed; the check before the run has said so
+        console.print(f"curves: {config.folder / 'curves.png'}", soft_wrap=True)
 
 
 def _environment() -> dict[str, Any]:
