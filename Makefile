@@ -68,6 +68,11 @@ rust-test: $(VENV)/.core
 pytest: $(VENV)/.vllm
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(ARGS)
 
+evidence: $(VENV)/.core
+	@for script in $(filter-out bench/common.py, $(wildcard bench/*.py)); do \
+		echo "== $$script"; $(BIN)/python $$script || exit 1; \
+	done
+
 clean:
 	cargo clean --quiet
 	rm -f python/sao/*.so $(VENV)/.core

@@ -31,13 +31,33 @@ def test_the_configuration_page_is_up_to_date():
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
-def test_the_code_in_the_readme_runs(code, tmp_path):
+def python_blocks() -> list[object]:
+    found = []
+    for page in DOCS:
+        blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        found += [pytest.param(code, id=f"{page.relative_to(ROOT)}-{index}") for index, code in enumerate(blocks)]
+    return found
+
+
+@pytest.mark.parametrize("code", python_blocks())
+def test_the_code_in_the_pages_runs(code, tmp_path):
+    run = tmp_path / "runs" / "quickstart"  # what a page may read
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"kind": "step", "time_s": 1.0, "step": 1, "lag/max": 2.0}\n')
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)
 
 
 def test_the_readme_has_code_to_run():
     assert "```python\n" in README
+
+
+def test_the_errors_shown_in_the_tutorial_are_those_that_come(tmp_path):
+    page = (ROOT / "docs" / "tutorial" / "quickstart.md").read_text()
+    command, *expected = re.findall(r"```console\n\$ \.venv/bin/sao (.*?)```", page, re.DOTALL)[0].splitlines()
+    result = subprocess.run(
+        [sys.executable, "-m", "sao.cli", *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 2 and result.stderr.splitlines() == expected
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.relative_to(ROOT).as_posix())
