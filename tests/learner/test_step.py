@@ -442,3 +442,30 @@ def test_an_export_is_a_folder_that_transformers_loads_and_a_critic_to_go_on_wit
 def test_a_wrong_critic_is_named(tiny_model, tmp_path):
     with pytest.raises(ConfigError, match="nothing-here"):
         Learner(make_config(tiny_model, learner__critic_path=str(tmp_path / "nothing-here")))
+
+
+def test_the_gap_to_the_engine_is_measured_at_lag_0_only_and_absent_without(tiny_model):
+    rng = np.random.default_rng(0)
+    learner = Learner(make_config(tiny_model))
+    exact = Oracle(learner.policy.lm, learner.config)
+    segment = make_segment(np.random.default_rng(5), [(5, 1)])
+    current = exact.logprob(segment, 1.0).item()
+    segment = make_segment(np.random.default_rng(5), [(5, 1)], logprob=current - 0.25)
+    metrics = learner.step([make_trajectory(rng, [segment])]).metrics
+    assert metrics["logprob_gap/mean"] == metrics["logprob_gap/max"] == pytest.approx(0.25, abs=1e-6)
+    later = learner.step([make_trajectory(rng, [segment])]).metrics  # version 0 is now one behind
+    assert later["lag/mean"] == 1 and "logprob_gap/mean" not in later
+
+
+@pytest.mark.parametrize("policy_loss", ["dis", "ppo"])
+def test_shares_are_shares(tiny_model, policy_loss):
+    settings = {"algorithm__policy_loss": policy_loss, "staleness__max_lag": 1}
+    for seed in range(4):
+        learner = Learner(make_config(tiny_model, **settings))
+        learner.version = 2
+        metrics = learner.step(random_batch(seed, 5, versions=(0, 1, 2))).metrics
+        shares = [metrics[f"policy/{name}"] for name in ("masked_low", "masked_high", "stale")]
+        assert all(0 <= share <= 1 for share in shares) and sum(shares) <= 1
+        if policy_loss == "dis":
+            masked = metrics["tokens/masked"] / metrics["tokens/action"]
+            assert masked == pytest.approx(sum(shares), abs=1e-12)

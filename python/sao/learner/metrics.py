@@ -10,7 +10,7 @@ micro-batches and ranks, and divided once.
 | `policy/grad_norm`, `policy/lr`, `critic/grad_norm_K`, `critic/lr` | norm of the mean gradient before clipping; rate |
 | `critic/explained_variance` | 1 - Var(target - V) / Var(target), V before this step's passes; absent if undefined |
 | `critic/value_mean` | mean V at action tokens |
-| `logprob_gap/mean`, `logprob_gap/max` | abs(current - rollout) at tokens of lag 0: engine against learner |
+| `logprob_gap/mean`, `logprob_gap/max` | abs(current - rollout) at tokens of lag 0; absent if there are none |
 | `advantage/mean`, `advantage/std`, `lambda/mean` | over action tokens; over trajectories |
 | `reward/mean`, `reward/success` | over trajectories; share that reaches `env.success_reward` |
 | `rollout/tokens`, `rollout/actions`, `rollout/turns`, `rollout/segments` | means per trajectory |
@@ -137,15 +137,14 @@ class PolicySums:
         """Means and shares; `n_actions` counts all action tokens of the global batch, stale ones included."""
         sums = dict(zip(_SUMS, self.sums.tolist(), strict=True))
         maxima = dict(zip(_MAXIMA, self.maxima.tolist(), strict=True))
-        tokens, lag0 = max(sums["tokens"], 1.0), max(sums["lag0"], 1.0)
-        return {
-            "policy/ratio_mean": sums["ratio"] / tokens,
-            "policy/ratio_max": maxima["ratio"],
+        numbers = {
             "policy/masked_low": sums["low"] / n_actions,
             "policy/masked_high": sums["high"] / n_actions,
             "policy/stale": (n_actions - sums["tokens"]) / n_actions,
-            "policy/entropy": sums["entropy"] / tokens,
-            "policy/kl": sums["kl"] / tokens,
-            "logprob_gap/mean": sums["gap"] / lag0,
-            "logprob_gap/max": maxima["gap"],
         }
+        if sums["tokens"]:
+            numbers |= {f"policy/{name}": sums[name] / sums["tokens"] for name in ("entropy", "kl")}
+            numbers |= {"policy/ratio_mean": sums["ratio"] / sums["tokens"], "policy/ratio_max": maxima["ratio"]}
+        if sums["lag0"]:
+            numbers |= {"logprob_gap/mean": sums["gap"] / sums["lag0"], "logprob_gap/max": maxima["gap"]}
+        return numbers
