@@ -175,3 +175,43 @@ def test_step_metrics_hold_both_sides() -> None:
     assert metrics["broker/lag_max"] == 0
     assert metrics["broker/busy_share/g0"] == metrics["broker/busy_share"] == 0.75
     assert all(isinstance(v, int | float) for v in metrics.values())
+
+
+def test_survival_by_length_shows_what_dropping_by_age_does() -> None:
+    world = World(
+        config(run={"steps": 100}, staleness={"max_lag": 0, "stale": "drop"}, learner={"batch_trajectories": 8})
+    )
+    world.join("g0", 8)
+    for step in range(4):
+        world.take(8)
+        for index in range(8):
+            world.answer("g0", world.pop("g0"), n_sampled=2 + index, version=step)
+        world.commit()
+        world.slots("g0", 8)
+    meter = world.state.meter
+    assert meter.survival_by_decile() == [1.0] * 10
+    for n in range(20):
+        meter.ended(1000 + n, False)  # the longest are too old
+    shares = meter.survival_by_decile()
+    assert shares[:5] == [1.0] * 5
+    assert shares[-1] == 0.0
+    assert sorted(shares, reverse=True) == shares
+    world.take(8)
+    world.answer_all("g0", version=4)
+    world.commit()
+    metrics = world.pushed("step")[-1]["metrics"]
+    assert metrics["broker/survival_decile/9"] == 0.0
+    assert metrics["broker/lag_count/0"] == 8
+
+
+def test_a_starving_learner_is_an_event_that_names_the_oldest_task() -> None:
+    world = World(config(transport={"rollout_timeout_s": 1000.0}))
+    world.join("g0", 8)
+    world.take()
+    for now in (30.0, 61.0, 90.0, 122.0):
+        world.now = now
+        world.state.tick(now)
+    events = [body["text"] for body in world.pushed("event")]
+    assert len(events) == 2
+    assert "waited 61 s for 4 trajectories: 0 ready, 8 running" in events[0]
+    assert "oldest: task 0 attempt 0 on g0, 61 s" in events[0]
