@@ -101,8 +101,9 @@ class AlgorithmSection(Section):
     policy_loss: Literal["dis", "ppo"] = Field("dis", description="dis: out-of-band tokens get weight 0; ppo: clip")
     eps_low: float = Field(0.3, gt=0, lt=1, description="lower band edge is 1 - eps_low (strict)")
     eps_high: float = Field(5.0, gt=0, description="upper band edge is 1 + eps_high (strict)")
-    denominator: Literal["all", "kept", "trajectory"] = Field(
-        "all", description="policy loss mean over all action tokens, tokens in the band, or per-trajectory means"
+    denominator: Literal["all", "kept", "trajectory", "segment"] = Field(
+        "all",
+        description="policy loss mean over all action tokens, tokens in the band, per-trajectory or per-segment means",
     )
     gamma: float = Field(1.0, gt=0, le=1, description="discount per action token")
     lambda_policy: Annotated[float, Field(ge=0, le=1)] | Literal["adaptive"] = Field(
@@ -117,6 +118,43 @@ class AlgorithmSection(Section):
     )
     whiten_advantages: bool = Field(False, description="zero mean and unit variance over the step's action tokens")
     bootstrap_truncated: bool = Field(False, description="value of the last state instead of 0 at a truncation")
+
+
+class CompactionSection(Section):
+    """Rollouts that outlive their context window (CompactionRL), see `docs/explanation/compaction.md`."""
+
+    enabled: bool = Field(False, description="off: a rollout ends when its context is full")
+    threshold_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="compact when fewer tokens than this are left after an observation (paper: 10240); default:"
+        " response cap + observation cap + summary prompt + summary cap, the smallest with which nothing is ever cut",
+    )
+    max_compactions: int = Field(3, ge=1, description="per rollout; when another is due the rollout is truncated")
+    keep_steps: int = Field(2, ge=0, description="k: newest steps carried over word for word, fewer if they do not fit")
+    max_summary_tokens: int = Field(512, ge=1, description="sampled tokens of a summary at most")
+    observation_cap_tokens: int = Field(
+        512, ge=1, description="tokens that one observation is expected to have at most, its chat markup included"
+    )
+    clip: bool = Field(
+        False, description="cut an observation that is longer than its cap or leaves no room for the summary request"
+    )
+    keep_task_prompt: bool = Field(
+        False, description="repeat the task's own messages after a compaction; off (paper): only the system prompt"
+    )
+    merge_summary: bool = Field(
+        False, description="summary in one row with the steps before it; off (paper): a row of its own"
+    )
+    train_summaries: bool = Field(
+        True, description="off: summary rows are left out of losses, advantages and the distance to the end"
+    )
+    summariser: str | None = Field(
+        None, description="model folder of a fixed summariser with the policy's tokenizer; default: the policy itself"
+    )
+    prompt: Literal["summary_v1"] = Field("summary_v1", description="shipped template of the summary request")
+    prompt_file: str | None = Field(None, description="own text of the summary request instead")
+    resume: Literal["resume_v1"] = Field("resume_v1", description="shipped template of the message after a compaction")
+    resume_file: str | None = Field(None, description="own template instead; holds {summary} once")
 
 
 class LearnerSection(Section):
@@ -205,6 +243,9 @@ class TelemetrySection(Section):
     tensorboard: bool = Field(True, description="TensorBoard files, where tensorboard is installed (extra `tracking`)")
     wandb: bool = Field(False, description="Weights & Biases; needs the package wandb")
     live: bool = Field(True, description="live view when the output is a terminal")
+    keep_trajectories: int = Field(
+        0, ge=0, description="newest steps whose trajectories are kept for `sao inspect` and `sao replay`; 0: none"
+    )
     plot: bool = Field(True, description="curves.png at the end, where matplotlib is installed (extra `tracking`)")
 
 
@@ -217,6 +258,7 @@ class Config(Section):
     sampling: SamplingSection = SamplingSection()
     generator: GeneratorSection = GeneratorSection()
     algorithm: AlgorithmSection = AlgorithmSection()
+    compaction: CompactionSection = CompactionSection()
     learner: LearnerSection = LearnerSection()
     staleness: StalenessSection = StalenessSection()
     buffer: BufferSection = BufferSection()
@@ -240,8 +282,39 @@ class Config(Section):
             f"run.target_success: {run.target_success} needs held-out evaluation, but eval.every_steps"
             " = 0": run.target_success is not None and self.eval.every_steps == 0,
         }
-        _refuse([text for text, applies in wrong.items() if applies])
+        _refuse([text for text, applies in wrong.items() if applies] + self._compaction_faults())
         return self
+
+    def _compaction_faults(self) -> list[str]:
+        compaction, sampling = self.compaction, self.sampling
+        if not compaction.enabled:
+            return []
+        faults = []
+        caps = {
+            "sampling.max_response_tokens": sampling.max_response_tokens,
+            "compaction.observation_cap_tokens": compaction.observation_cap_tokens,
+            "compaction.max_summary_tokens": compaction.max_summary_tokens,
+        }
+        needed = sum(caps.values()) + 1  # the summary request itself; its length is checked with the tokenizer
+        threshold = compaction.threshold_tokens
+        if threshold is not None and threshold < needed and not compaction.clip:
+            parts = " + ".join(f"{name} = {value}" for name, value in caps.items())
+            faults.append(
+                f"compaction.threshold_tokens: {threshold} must be at least {parts} + the summary request, or one turn"
+                " can leave no room for the summary; set compaction.clip = true to permit it"
+            )
+        if (threshold or needed) >= sampling.context_tokens:
+            faults.append(
+                f"compaction.threshold_tokens: {threshold or f'{needed} (from the caps)'} must be below"
+                f" sampling.context_tokens = {sampling.context_tokens}"
+            )
+        if compaction.merge_summary and not compaction.train_summaries:
+            faults.append(
+                "compaction.train_summaries: false needs summaries in rows of their own (merge_summary = false)"
+            )
+        if self.generator.engine == "scripted" and compaction.summariser is not None:
+            faults.append("compaction.summariser: the scripted engine has no model")
+        return faults
 
     @property
     def folder(self) -> Path:

@@ -1,0 +1,130 @@
+"""A recorded learner step: the batch's trajectories as they came, and the numbers that the step made of them.
+
+One safetensors file a step (`step-000012.safetensors`): for each trajectory its two encoded frames, byte for byte, then
+named arrays, then a JSON map in the header. Nothing in it can run. The names that the learner writes, where N counts
+the tokens of all segments of all trajectories, laid end to end:
+
+| array | type | meaning |
+| --- | --- | --- |
+| `advantages`, `targets`, `values` | float32[N] | what the policy and the critic were trained on; 0 at non-actions |
+| `logprobs` | float32[N] | current policy at action tokens with a gradient, before the update; NaN elsewhere |
+| `rollout_logprobs` | float32[N] | as recorded by the engine; NaN at non-actions |
+| `lags` | int32[N] | policy versions behind; -1 at non-actions |
+| `segment_offsets`, `trajectory_offsets` | int64 | first token of each segment, first segment of each trajectory |
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sao.errors import ValidationError, WireError
+from sao.trajectory import Trajectory, decode
+
+FORMAT = "sao-step-1"
+_NAME = re.compile(r"step-(\d{6,})\.safetensors")
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedStep:
+    """What `write_step` wrote. `frames`: header and payload of each trajectory, one after the other, in batch order."""
+
+    step: int
+    frames: list[bytes]
+    arrays: dict[str, NDArray[Any]]
+    meta: dict[str, Any]
+
+    def trajectories(self) -> list[Trajectory]:
+        """The batch, decoded and checked. Raises `WireError`."""
+        return [decode(head, body) for head, body in zip(self.frames[::2], self.frames[1::2], strict=True)]
+
+
+def write_step(
+    folder: Path,
+    step: int,
+    frames: Sequence[Any],
+    arrays: Mapping[str, NDArray[Any]],
+    meta: Mapping[str, Any],
+    *,
+    keep: int | None = None,
+) -> Path:
+    """Writes one step and returns its path; the file is complete or not there.
+
+    frames: header and payload of each trajectory, alternating (anything with the buffer protocol). arrays: any shape,
+    dtypes of NumPy other than object and text. meta: what JSON can hold. keep: newest steps that stay in `folder`
+    (None: all). Raises `ValidationError` before anything is written, `OSError`.
+    """
+    from safetensors.numpy import save_file  # only those that record or read need it
+
+    if len(frames) % 2:
+        raise ValidationError(f"frames: {len(frames)}, expected a header and a payload for each trajectory")
+    tensors: dict[str, NDArray[Any]] = {}
+    for index, frame in enumerate(frames):
+        part = "payload" if index % 2 else "header"
+        tensors[f"frame/{index // 2:06d}/{part}"] = np.frombuffer(frame, np.uint8)
+    for name, array in arrays.items():
+        if array.dtype.kind not in "biuf":
+            raise ValidationError(f"arrays[{name!r}]: {array.dtype}, expected numbers or truth values")
+        tensors[f"array/{name}"] = np.ascontiguousarray(array)
+    header = {
+        "format": FORMAT,
+        "step": str(step),
+        "trajectories": str(len(frames) // 2),
+        "meta": json.dumps(dict(meta)),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    target = step_path(folder, step)
+    unfinished = target.with_suffix(f".{os.getpid()}.part")
+    try:
+        save_file(tensors, unfinished, header)
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    if keep is not None:
+        for old in recorded_steps(folder)[:-keep]:
+            step_path(folder, old).unlink(missing_ok=True)
+    return target
+
+
+def read_step(path: Path) -> RecordedStep:
+    """Reads a file that `write_step` wrote. Raises `WireError` when it is damaged or something else."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "numpy") as file:
+            header = file.metadata() or {}
+            if header.get("format") != FORMAT:
+                raise WireError(f"{path}: format {header.get('format')!r}, expected {FORMAT!r}")
+            names = file.keys()
+            arrays = {name.removeprefix("array/"): file.get_tensor(name) for name in names if name[:6] == "array/"}
+            wanted = [f"frame/{i:06d}/{part}" for i in range(int(header["trajectories"])) for part in _PARTS]
+            frames = [file.get_tensor(name).tobytes() for name in wanted]
+            return RecordedStep(int(header["step"]), frames, arrays, json.loads(header["meta"]))
+    except FileNotFoundError:
+        raise WireError(f"{path}: no such file") from None
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        if isinstance(error, WireError):
+            raise
+        raise WireError(f"{path}: not a recorded step: {error}") from error
+
+
+def step_path(folder: Path, step: int) -> Path:
+    """Where the step is, or would be."""
+    return folder / f"step-{step:06d}.safetensors"
+
+
+def recorded_steps(folder: Path) -> list[int]:
+    """Steps in this folder, oldest first; none if there is no such folder."""
+    names: Iterable[Path] = folder.iterdir() if folder.is_dir() else ()
+    return sorted(int(match[1]) for path in names if (match := _NAME.fullmatch(path.name)))
+
+
+_PARTS = ("header", "payload")
