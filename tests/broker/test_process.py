@@ -5,15 +5,19 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+from broker.broker_world import config
 from broker.peers import Generator, Learner, Process, Watcher, broker
 
 from sao import _core
+from sao.broker.actor import Broker
 from sao.errors import TransportError, ValidationError
+from sao.transport import private_folder
 
 TESTS = Path(__file__).parents[1]
 
@@ -187,6 +191,30 @@ def test_failures_in_a_row_end_the_run(tmp_path: Path) -> None:
         for peer in (generator, learner.client, watcher.client):
             peer.close()
         assert process.wait() == 0
+
+
+def test_a_learner_that_leaves_for_good_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sao.broker.actor.LEARNER_GRACE_S", 0.3)
+    folder = private_folder()
+    cfg, endpoint = config(), f"ipc://{folder}/broker"
+    server = Broker(cfg, tmp_path, endpoint)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    generator, learner = Generator(endpoint, cfg).start(), Learner(endpoint, cfg).join()
+    learner.train(2)
+    learner.client.close()
+    again = Learner(endpoint, cfg, incarnation=1).join()  # comes back in time
+    time.sleep(0.5)
+    again.train(1)
+    again.client.close()
+    watcher = Watcher(endpoint, cfg).join()
+    assert "left after step 3 of 6 and did not come back" in watcher.wait("done")["reason"]
+    assert generator.stopped.wait(5)
+    for peer in (generator, watcher.client):
+        peer.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    folder.rmdir()
 
 
 def test_false_books_end_the_run(tmp_path: Path) -> None:

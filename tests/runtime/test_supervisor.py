@@ -35,9 +35,15 @@ class Run:
                 return self.records[-1]
         raise AssertionError(f"no {kind} record with {text!r}, only {self.records}")
 
-    def look(self) -> None:
-        """Remembers all processes of the run."""
-        self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
+    def look(self, count: int = 0) -> None:
+        """Remembers all processes of the run, when there are so many."""
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
+            if len(self.family) >= count or time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        assert not count or len(self.family) == count, self.family
 
     def end(self) -> dict:
         """Waits for the end, checks that nothing is left, and returns the outcome."""
@@ -133,8 +139,7 @@ def test_a_learner_may_leave_before_the_last_evaluation_is_over(start):
 def test_a_signal_ends_all_in_order(start, number):
     run = start("endless", "generator_forks")
     run.until("step")
-    run.look()
-    assert len(run.family) == 6
+    run.look(6)
     run.process.send_signal(number)
     assert run.end()["reason"] == f"interrupted by {number.name}"
 
@@ -176,8 +181,7 @@ def test_what_a_dead_generator_had_started_dies_with_it(start):
 def test_when_the_supervisor_itself_is_killed_its_children_end(start):
     run = start("endless")
     run.until("step")
-    run.look()
-    assert len(run.family) == 4
+    run.look(4)
     run.process.kill()
     run.process.wait(LIMIT_S)
     _, alive = psutil.wait_procs(run.family, timeout=10)
@@ -193,6 +197,27 @@ def _log(run: Run, name: str) -> list[str]:
     return (run.folder / "logs" / f"{name}.log").read_text().splitlines()
 
 
+def test_a_report_that_fails_does_not_keep_processes_alive(tmp_path):
+    from sao.config import parse
+    from sao.runtime import launch
+    from sao.runtime.supervisor import Supervisor
+
+    def broken(kind, fields):
+        raise OSError("no space left on device")
+
+    places = launch.Places(tmp_path, tmp_path, tmp_path / "store", f"ipc://{tmp_path}/b")
+    limits = {"heartbeat_s": 0.2, "peer_timeout_s": 1.0, "shutdown_s": 0.5}
+    config = parse({"model": {"path": "m"}, "env": {"name": "lookup"}, "transport": limits, "generator": {"count": 1}})
+    (tmp_path / "logs").mkdir()
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.MonkeyPatch.context() as patch:
+        dying = ("/bin/sh", "-c", "sleep 0.3; sleep 60 & exit 3")
+        patch.setattr(launch, "_module", lambda name, _: dying if "generator" in name else ("/bin/sh", "-c", "sleep 60"))
+        with pytest.raises(OSError, match="no space"):
+            Supervisor(config, places, tmp_path / "logs", broken).run()
+    assert not set(psutil.Process().children(recursive=True)) - before
+
+
 def test_signal_handlers_are_put_back(tmp_path):
     from sao.config import parse
     from sao.runtime import launch
@@ -202,12 +227,8 @@ def test_signal_handlers_are_put_back(tmp_path):
     places = launch.Places(tmp_path, tmp_path, tmp_path / "store", "nonsense://")
     config = parse({"model": {"path": "m"}, "env": {"name": "lookup"}, "generator": {"count": 1}})
     (tmp_path / "logs").mkdir()
-    launch_before = launch._module
-    launch._module = lambda module, places: ("/bin/sleep", "60")
-    try:
-        with pytest.raises(Exception, match="nonsense"):
-            Supervisor(config, places, tmp_path / "logs", lambda kind, fields: None).run()
-    finally:
-        launch._module = launch_before
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Exception, match="nonsense"):
+        patch.setattr(launch, "_module", lambda module, places: ("/bin/sleep", "60"))
+        Supervisor(config, places, tmp_path / "logs", lambda kind, fields: None).run()
     assert signal.getsignal(signal.SIGTERM) == before
     assert not [child for child in psutil.Process(os.getpid()).children() if "sleep" in child.name()]

@@ -8,7 +8,7 @@ from rich.console import Console
 from tests.telemetry.records import config, evaluation, step
 
 from sao.telemetry.live import View
-from sao.telemetry.metrics import watched
+from sao.telemetry.metrics import watched, wilson
 from sao.telemetry.monitor import Monitor
 from sao.telemetry.sinks import read, record
 
@@ -77,3 +77,27 @@ def test_the_monitor_writes_what_it_shows(tmp_path):
         monitor.tick()
     assert [row["kind"] for row in read(tmp_path / "metrics.jsonl")] == ["step", "event"]
     assert list((tmp_path / "tensorboard").iterdir()) and "hello" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("successes", "n", "low", "high"),
+    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (0, 0, 0.0, 1.0)],
+)
+def test_the_interval_of_a_rate_is_wilsons(successes, n, low, high):
+    assert wilson(successes, n) == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
+
+
+class Gone(io.StringIO):
+    """A terminal that was closed."""
+
+    def write(self, text):
+        raise OSError(5, "Input/output error")
+
+
+def test_when_nobody_watches_any_more_the_records_are_written_all_the_same(tmp_path):
+    console = Console(file=Gone(), force_terminal=False)
+    with Monitor(config(run={"steps": 20}), tmp_path, console) as monitor:
+        for number in (1, 2, 3):
+            monitor.report("step", {"step": number})
+            monitor.tick()
+    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2, 3]

@@ -180,6 +180,20 @@ def test_pushes_arrive_once_and_are_acknowledged() -> None:
         assert [m.body["text"] for m in pushed] == [str(n) for n in range(500)]
 
 
+def test_one_that_acknowledges_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sao.transport.link.WINDOW", 16)
+    with serving() as server, client_of(server) as client:
+        client.connect(5)
+        peer = server.joined[0]
+        monkeypatch.setattr(client, "_post", lambda *a, **k: None)  # no acknowledgements, no heartbeats
+        server.in_loop(
+            lambda: [server.actor.mailbox.push(peer, "event", {"level": "info", "text": "x"}) for _ in range(20)]
+        )
+        assert not server.left  # not in the middle of a decision
+        until(lambda: server.left)
+        assert "does not acknowledge" in server.left[0][1]
+
+
 def test_a_push_callback_that_fails_does_not_end_the_client(caplog: pytest.LogCaptureFixture) -> None:
     def broken(message: Message) -> None:
         raise ValueError("bug")

@@ -242,6 +242,15 @@ class Supervisor:
 
     def _end(self, strangers: set[psutil.Process]) -> None:
         """Ends every process that came to be during the run; `strangers` were there before it."""
+        try:
+            self._end_in_order()
+        finally:
+            processes.kill(lambda: [process for process in processes.descendants() if process not in strangers])
+            processes.reap(self._children)
+            if self._client is not None:
+                self._client.close()
+
+    def _end_in_order(self) -> None:
         outcome = self._outcome or Outcome(EXIT_FAILED, "supervisor failed")
         signals_before, shutdown_s = self._signals, self._config.transport.shutdown_s
         if outcome.exit_code == EXIT_INTERRUPTED:
@@ -254,10 +263,6 @@ class Supervisor:
             self._wait(lambda: not self._running, shutdown_s, signals_before)
         processes.terminate(self._children)
         self._wait(lambda: not self._running, min(shutdown_s, TERMINATE_S), signals_before)
-        processes.kill(lambda: [process for process in processes.descendants() if process not in strangers])
-        processes.reap(self._children)
-        if self._client is not None:
-            self._client.close()
 
     def _ask_to_stop(self, reason: str) -> bool:
         """Whether the broker could be told; it tells the others."""

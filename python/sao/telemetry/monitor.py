@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,8 +25,8 @@ class Monitor:
             sinks.append(TensorBoard(run_folder / "tensorboard"))
         if config.telemetry.wandb:
             sinks.append(WandB(config.run.name, config.model_dump(mode="json"), run_folder))
-        self._view = View(config, console)
         self._sinks = Fan(sinks, self._sink_failed)
+        self._view: View | None = View(config, console)
 
     def __enter__(self) -> Monitor:
         return self
@@ -34,18 +34,27 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._view.close()
+        self._with_view(lambda view: view.close())
         self._sinks.close()
 
     def report(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Takes what happened: `run`, `step`, `eval`, `event` or `end`."""
         happened: Record = record(kind, fields)
         self._sinks.write(happened)
-        self._view.show(happened)
+        self._with_view(lambda view: view.show(happened))
 
     def tick(self) -> None:
         """Brings the live view's clock up to date."""
-        self._view.tick()
+        self._with_view(lambda view: view.tick())
 
     def _sink_failed(self, text: str) -> None:
-        self._view.show(record("event", {"level": "warning", "text": text}))
+        happened = record("event", {"level": "warning", "text": text})
+        self._with_view(lambda view: view.show(happened))
+
+    def _with_view(self, act: Callable[[View], None]) -> None:
+        """The terminal may be closed, or the reader of a pipe gone: then nobody watches, and the run goes on."""
+        if self._view is not None:
+            try:
+                act(self._view)
+            except OSError:
+                self._view = None
