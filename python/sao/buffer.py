@@ -104,8 +104,8 @@ class TrajectoryBuffer:
         return len(self._core.advance(version, keep_from))
 
     def stats(self) -> dict[str, Any]:
-        """Counters: trajectories (ready to be taken), leased, copying, bytes, received, committed, dropped (by
-        reason), waiting_takes, waiting_puts, version, closed. received = trajectories + leased + committed + all dropped.
+        """Counters: trajectories (ready to be taken), leased, copying, bytes, received, committed, dropped (by reason),
+        waiting_takes, waiting_puts, version, closed. received = trajectories + leased + committed + all dropped.
         """
         return self._core.stats()
 
