@@ -19,6 +19,7 @@ from sao.config import Config
 from sao.envs import registry
 from sao.envs.protocol import Environment
 from sao.errors import ClosedError, ConfigError, EngineError, EnvironmentFailure, Error, ValidationError, WeightsError
+from sao.generator.compaction import Compactor
 from sao.generator.engine import Engine, Request, check_completion
 from sao.generator.episode import Progress, Task, run_episode
 from sao.generator.render import Renderer
@@ -43,13 +44,21 @@ class ClientFactory(Protocol):
 class Generator:
     """Plays tasks for the broker until it is told to stop.
 
-    `engine` is not yet started. `sampling_seed` comes from `derive_seed(run seed, name, incarnation)`: restarted and
+    `engine` is not yet started, nor is the fixed `summariser` of compactions. `sampling_seed` comes from `derive_seed(run seed, name, incarnation)`: restarted and
     parallel generators never repeat one another's draws.
     """
 
     def __init__(
-        self, config: Config, engine: Engine, renderer: Renderer, connect: ClientFactory, sampling_seed: int
+        self,
+        config: Config,
+        engine: Engine,
+        renderer: Renderer,
+        connect: ClientFactory,
+        sampling_seed: int,
+        summariser: Engine | None = None,
     ) -> None:
+        self._summariser = summariser
+        self._compactor = Compactor(config, renderer, summariser) if config.compaction.enabled else None
         self.config, self.engine, self.renderer = config, engine, renderer
         self._connect, self._sampling_seed = connect, sampling_seed
         self._episodes: dict[tuple[str, int, int], asyncio.Task[None]] = {}
@@ -83,6 +92,8 @@ class Generator:
     async def _work(self) -> None:
         await self._check_environment()
         await self.engine.start(None)
+        if self._summariser is not None:
+            await self._summariser.start(None)
         welcome = await self._join()
         if welcome.get("weights") and self._wanted is None:
             self._wanted = WeightsRef.from_message(welcome["weights"])
@@ -90,6 +101,7 @@ class Generator:
         await self.check_engine()
         self._tell_loaded()
         self._state_slots()
+        log.info("ready: weights of version %d (%s)", self.engine.version, self.engine.fingerprint)
         await asyncio.gather(self._follow_weights(), self._report())
 
     def stop(self, reason: str) -> None:
@@ -192,6 +204,7 @@ class Generator:
                 self.config,
                 sampling_seed=self._sampling_seed,
                 progress=progress,
+                compactor=self._compactor,
             )
             await self._deliver(task, trajectory)
             return
@@ -311,10 +324,11 @@ class Generator:
         deadline = time.monotonic() + self.config.transport.shutdown_s
         if tasks:
             await asyncio.wait(tasks, timeout=self.config.transport.shutdown_s / 2)
-        try:
-            await asyncio.wait_for(self.engine.close(), max(0.1, deadline - time.monotonic()))
-        except TimeoutError:
-            log.warning("engine: did not close within transport.shutdown_s = %g", self.config.transport.shutdown_s)
+        for engine in filter(None, (self.engine, self._summariser)):
+            try:
+                await asyncio.wait_for(engine.close(), max(0.1, deadline - time.monotonic()))
+            except TimeoutError:
+                log.warning("engine: did not close within transport.shutdown_s = %g", self.config.transport.shutdown_s)
         if self._client is not None:
             await asyncio.to_thread(self._client.close)
 
@@ -348,6 +362,22 @@ def make_engine(config: Config, renderer: Renderer, seed: int) -> Engine:
     return ScriptedEngine(vocab_size=renderer.vocab_size, seed=seed)
 
 
+def make_summariser(config: Config, renderer: Renderer, seed: int) -> Engine | None:
+    """The engine of `compaction.summariser`, not yet started; None when the policy writes its summaries itself.
+
+    Raises `ConfigError` when its tokenizer is not the policy's: it is given the policy's token ids.
+    """
+    path = config.compaction.summariser
+    if path is None or not config.compaction.enabled:
+        return None
+    if not renderer.same_tokens(Renderer(path)):
+        raise ConfigError(
+            f"compaction.summariser: {path}: its tokenizer is not that of model.path = {config.model.path}"
+        )
+    model = config.model.model_copy(update={"path": path})
+    return make_engine(config.model_copy(update={"model": model}), renderer, derive_seed(seed, "summariser"))
+
+
 def make_generator(config: Config, endpoint: str, name: str, incarnation: int) -> Generator:
     """A generator as `python -m sao.generator` runs it. Raises `ConfigError` and `EngineError`."""
     registry.factory(config.env.name)  # a wrong name is found before anything slow is imported
@@ -367,7 +397,8 @@ def make_generator(config: Config, endpoint: str, name: str, incarnation: int) -
             on_lost=on_lost,
         )
 
-    return Generator(config, make_engine(config, renderer, seed), renderer, connect, seed)
+    engine, summariser = make_engine(config, renderer, seed), make_summariser(config, renderer, seed)
+    return Generator(config, engine, renderer, connect, seed, summariser)
 
 
 def _in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[Any], None], argument: Any) -> None:
