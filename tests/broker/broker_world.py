@@ -24,7 +24,7 @@ def config(**sections: dict[str, Any]) -> Config:
         "learner": {"batch_trajectories": BATCH, "critic_warmup_steps": 0, "row_tokens": 64},
         "staleness": {"max_lag": 1},
         "eval": {"every_steps": 0},
-        "transport": {"heartbeat_s": 0.1, "peer_timeout_s": 1.0, "rollout_timeout_s": 100.0},
+        "transport": {"heartbeat_s": 0.1, "peer_timeout_s": 3.0, "rollout_timeout_s": 100.0},
     }
     for section, values in sections.items():
         base.setdefault(section, {}).update(values)

@@ -100,8 +100,8 @@ def test_a_killed_broker_starts_again_where_the_ledger_says(tmp_path: Path) -> N
         learner.train(4)
         process.child.send_signal(signal.SIGKILL)
         process.child.wait(5)
-        assert learner.lost.wait(5)  # the silence is noticed
-        assert generator.lost.wait(5)
+        assert learner.lost.wait(8)  # the silence is noticed
+        assert generator.lost.wait(8)
         generator.close()
         learner.client.close()
         again = Process(cfg, process.folder, endpoint)  # over the socket file that was left

@@ -16,7 +16,7 @@ class Server:
     """Answers `slots` with what it got, `take` never (unless `answer_takes`), keeps what joins and leaves."""
 
     def __init__(self, endpoint: str, **options: Any) -> None:
-        options = {"heartbeat_s": 0.1, "peer_timeout_s": 1.0} | options
+        options = {"heartbeat_s": 0.1, "peer_timeout_s": 3.0} | options
         self.joined: list[Peer] = []
         self.left: list[tuple[str, str]] = []
         self.got: list[dict[str, Any]] = []
@@ -88,7 +88,7 @@ def serving(**options: Any) -> Iterator[Server]:
 def client_of(server: Server | str, name: str = "c", role: str = "generator", **options: Any) -> Client:
     """A client that has not joined yet."""
     endpoint = server if isinstance(server, str) else server.actor.endpoint
-    options = {"heartbeat_s": 0.1, "peer_timeout_s": 1.0} | options
+    options = {"heartbeat_s": 0.1, "peer_timeout_s": 3.0} | options
     return Client(endpoint, role=role, name=name, **options)
 
 

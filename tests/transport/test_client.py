@@ -121,7 +121,7 @@ def test_flush_says_what_was_not_delivered() -> None:
 
 def test_silence_of_the_broker_fails_waiters_and_calls_back_once() -> None:
     lost: list[Exception] = []
-    with serving() as server, client_of(server, role="learner", on_lost=lost.append) as client:
+    with serving() as server, client_of(server, role="learner", on_lost=lost.append, peer_timeout_s=1.0) as client:
         client.connect(5)
         future = client.call("take", {"n": 1})
         server.delay_s = 3.0
@@ -135,7 +135,7 @@ def test_silence_of_the_broker_fails_waiters_and_calls_back_once() -> None:
 
 
 def test_silence_of_a_peer_is_noticed() -> None:
-    with serving() as server:
+    with serving(peer_timeout_s=1.0) as server:
         context: zmq.Context = zmq.Context()
         dealer = context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.IDENTITY, b"generator:mute:0")

@@ -48,6 +48,7 @@ class Broker:
         )
         try:
             self.ledger = _core.Ledger(str(run_folder / "ledger.log"))
+            self.state = State(config, self.ledger, self, time.monotonic())
         except BaseException:
             self.actor.close(0)
             raise
@@ -56,7 +57,6 @@ class Broker:
         self._takes: dict[Hashable, Request] = {}
         self._endings = 0
         self._closing_since: float | None = None
-        self.state = State(config, self.ledger, self, time.monotonic())
         self._register()
 
     def run(self) -> None:
@@ -107,11 +107,16 @@ class Broker:
 
     def batch(self, take: Hashable, body: dict[str, Any], frames: tuple[Buffer, ...]) -> None:
         """Answers a waiting `take`; the frames are views of the buffer's memory and are not copied."""
-        self._mailbox.reply(self._takes.pop(take), Reply("batch", body, frames))
+        self._answer_take(take, Reply("batch", body, frames))
 
     def no_batch(self, take: Hashable, reason: str) -> None:
         """Answers a waiting `take`: the run has ended."""
-        self._mailbox.reply(self._takes.pop(take), Reply("stop", {"reason": reason}))
+        self._answer_take(take, Reply("stop", {"reason": reason}))
+
+    def _answer_take(self, take: Hashable, reply: Reply) -> None:
+        request = self._takes.pop(take, None)
+        if request is not None:
+            self._mailbox.reply(request, reply)
 
     def _push(self, peer: Peer, kind: str, body: dict[str, Any]) -> None:
         try:

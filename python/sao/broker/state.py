@@ -289,7 +289,7 @@ class State:
             self.done |= {"reason": f"{reason}; {error}", "failed": True}
         self.wire.to_supervisor("done", self.done)
         self.wire.to_learner("stop", {"reason": reason})
-        for name in self.pool.by_name:
+        for name in list(self.pool.by_name):
             self.wire.to_generator(name, "stop", {"reason": reason})
 
     def event(self, level: str, text: str) -> None:
@@ -447,7 +447,7 @@ class State:
     def _publish(self, weights: dict[str, Any]) -> None:
         """A new version: the clock advances, all generators are told, rollouts that are too old now are dropped."""
         body = self.versions.publish(weights)
-        for name in self.pool.by_name:
+        for name in list(self.pool.by_name):
             self.wire.to_generator(name, "version", body)
         self._drop_too_old()
 

@@ -32,6 +32,7 @@ class Peer:
     link: Link
     heard: float
     unreachable_since: float | None = None
+    overrun: bool = False
     gone: bool = False
 
 
@@ -106,8 +107,8 @@ class Mailbox:
         """Sends unasked; sent again until the peer acknowledges it or is gone (then `on_leave` is called)."""
         if peer.gone:
             return
-        if not peer.link.open:
-            self.drop(peer, "does not acknowledge what it is sent")
+        if peer.overrun or not peer.link.open:
+            peer.overrun = True  # something is missing from now on: it is dropped at the next beat, not in mid-decision
             return
         low, seq = peer.link.low, peer.link.number()
         wire = encode(Message(kind, body, tuple(frames), seq=seq, low=low), self._limit)
@@ -144,6 +145,8 @@ class Mailbox:
                 self._transmit(peer, wire)
             if now - peer.heard > self._peer_timeout_s:
                 self.drop(peer, f"silent for {now - peer.heard:.1f} s")
+            elif peer.overrun:
+                self.drop(peer, "does not acknowledge what it is sent")
             elif peer.unreachable_since is not None and now - peer.unreachable_since > 2 * self._heartbeat_s:
                 self.drop(peer, f"unreachable for {now - peer.unreachable_since:.1f} s")
 
