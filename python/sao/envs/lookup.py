@@ -101,9 +101,9 @@ class Lookup:
     replayable = True
 
     def __init__(self, distractors: int = 0, turns: int = 3) -> None:
-        if not isinstance(distractors, int) or not 0 <= distractors <= 7:
+        if type(distractors) is not int or not 0 <= distractors <= 7:
             raise ConfigError(f"env.args.distractors: {distractors!r}, expected an integer from 0 to 7")
-        if not isinstance(turns, int) or turns < 2:
+        if type(turns) is not int or turns < 2:
             raise ConfigError(f"env.args.turns: {turns!r}, expected an integer >= 2")
         self._distractors = distractors
         self._turns = turns
