@@ -1,0 +1,1 @@
+"""The learner: from batches of trajectories to new policy versions. `Learner.step` is all of training."""
