@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed, 2 configuration or usage, 130 interrupted. Nothing
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +62,7 @@ def evaluate(
     overrides: Overrides = None,
 ) -> None:
     """Measure a model folder: held-out success in the run's environment, in this process."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bars of packages; read when those are imported
     from sao import config
     from sao.runtime import evaluate as runtime
 

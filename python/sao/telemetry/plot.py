@@ -66,13 +66,14 @@ def curves(records: Sequence[dict[str, Any]], path: Path, title: str = "") -> No
     _finish(panels[6], "idle time, %", (0, 100))
 
     gap = np.where(column["gap"] > 0, column["gap"], np.nan)
-    panels[7].plot(x, gap, color=TRAINING, lw=1, label="mean at lag 0")
+    panels[7].plot(x, gap, color=TRAINING, lw=1, marker="o", ms=3, label="mean at lag 0")
     if np.isfinite(gap).any():
         panels[7].set_yscale("log")
     _finish(panels[7], "log-prob gap, engine to learner, nats")
 
     for panel in panels:
         panel.set_xlabel("optimizer step")
+        panel.set_xlim(0, x[-1] + 1)
     name = title or config.get("config/run/name", "")
     if name:
         figure.suptitle(name)
