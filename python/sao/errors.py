@@ -50,7 +50,7 @@ class EngineError(Error):
     """A generation engine failed or broke its contract (ids without log-probs, wrong lengths, ...)."""
 
 
-class EnvironmentFailure(Error):  # noqa: N818 - named for what it is: data about a failed environment, not a bug
+class EnvironmentFailure(Error):
     """An environment could not be reset, stepped or scored; carries a reason code, never a reward."""
 
     def __init__(self, reason: str, detail: str = "") -> None:

@@ -212,7 +212,8 @@ def test_a_report_that_fails_does_not_keep_processes_alive(tmp_path):
     before = set(psutil.Process().children(recursive=True))
     with pytest.MonkeyPatch.context() as patch:
         dying = ("/bin/sh", "-c", "sleep 0.3; sleep 60 & exit 3")
-        patch.setattr(launch, "_module", lambda name, _: dying if "generator" in name else ("/bin/sh", "-c", "sleep 60"))
+        idle = ("/bin/sh", "-c", "sleep 60")
+        patch.setattr(launch, "_module", lambda name, _: dying if "generator" in name else idle)
         with pytest.raises(OSError, match="no space"):
             Supervisor(config, places, tmp_path / "logs", broken).run()
     assert not set(psutil.Process().children(recursive=True)) - before
