@@ -7,7 +7,7 @@ of this side. **Weights** go through vLLM's weight-transfer interface with a bac
 paused with its requests kept, the weights are loaded and checked, the prefix cache is dropped, and the core resumes.
 A failure after the load began makes the engine unusable; it never serves a mixture.
 
-**Requests in flight** continue. With `kv_after_update="recompute"` (default) their keys and values are computed anew
+**Requests in flight** continue. With `kv_after_update = "recompute"` (default) their keys and values are computed anew
 from the new weights, so every log-prob is that of a full forward pass under the version of its token. With "keep" they
 stay: cheaper for long contexts, but tokens after the update see keys of both versions. Their log-probs are still
 those they were sampled from (the behaviour policy), yet no single version reproduces them; only tokens before the
@@ -49,7 +49,7 @@ FOLDER_PREFIX = "sao-vllm-"
 CPU_KV_BYTES = 1 << 30
 CPU_BLOCK_TOKENS = 32
 SHUTDOWN_S = 8.0  # vLLM's process is killed when it has not ended by then
-MIN_TEMPERATURE = 0.01  # vLLM silently raises a lower one to this
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # vLLM silently raises a lower one, and refuses a higher one
 
 _OWNED = {
     *("model", "tokenizer", "skip_tokenizer_init", "dtype", "max_model_len", "max_num_seqs", "logprobs_mode"),
@@ -78,8 +78,8 @@ class VllmEngine:
     threads: CPU threads of the vLLM process; ignored on a GPU.
     concurrency: most requests computed at once; further ones wait in vLLM's queue.
     seed: of requests that bring none.
-    kv_after_update: see the module.
-    vllm_args: further arguments of vLLM's `AsyncEngineArgs`; those the engine relies on are refused (`EngineError`).
+    vllm_args: further arguments of vLLM's `AsyncEngineArgs`, and `kv_after_update` (see the module). Those the engine
+        relies on are refused (`EngineError`).
     call_timeout_s: deadline of each part of an update; start_timeout_s: deadline of the start.
     """
 
@@ -92,7 +92,6 @@ class VllmEngine:
         threads: int = 1,
         concurrency: int = 64,
         seed: int = 0,
-        kv_after_update: Literal["recompute", "keep"] = "recompute",
         vllm_args: dict[str, Any] | None = None,
         start_timeout_s: float = 600.0,
         call_timeout_s: float = 300.0,
@@ -104,8 +103,11 @@ class VllmEngine:
             raise EngineError(f"generator.vllm_args: {', '.join(owned)}: set by the engine, not to be given")
         self._path, self._dtype, self._seed = Path(model_path).resolve(), dtype, seed
         self._context, self._threads, self._concurrency = context_tokens, threads, concurrency
-        self._recompute = kv_after_update == "recompute"
         self._args = dict(vllm_args or {})
+        after = self._args.pop("kv_after_update", "recompute")
+        if after not in ("recompute", "keep"):
+            raise EngineError(f"generator.vllm_args.kv_after_update: {after!r}, expected 'recompute' or 'keep'")
+        self._recompute = after == "recompute"
         self._start_timeout_s, self._call_timeout_s = start_timeout_s, call_timeout_s
         self._llm: Any = None
         self._folder: Path | None = None
@@ -143,7 +145,6 @@ class VllmEngine:
             self._llm = await asyncio.to_thread(self._build, self._folder)
             await self._call("start", self._llm.update_weight_version("0"))
             self._fingerprints[0] = (await self._report())["fingerprint"]
-            await self._call("first token", self._first_token())
             if ref is not None:
                 await self.update_weights(ref)
         except BaseException:
@@ -151,7 +152,7 @@ class VllmEngine:
             raise
 
     async def generate(self, request: Request) -> Completion:
-        """See `Engine`. temperature: 0, or at least 0.01."""
+        """See `Engine`. temperature: 0, or 0.01 to 2."""
         self._check(request)
         room = self._context - request.prompt_ids.size
         if room <= 0:
@@ -224,7 +225,7 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         with _environment(folder, self._threads, self._start_timeout_s):
-            arguments: dict[str, Any] = {"enable_log_requests": False, "disable_log_stats": True, "seed": self._seed}
+            arguments: dict[str, Any] = {"seed": self._seed}
             if current_platform.is_cpu():
                 arguments |= {"enforce_eager": True, "block_size": CPU_BLOCK_TOKENS}
                 arguments |= {"kv_cache_memory_bytes": CPU_KV_BYTES}
@@ -232,20 +233,23 @@ class VllmEngine:
                     arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
             arguments |= self._args
             try:
-                llm = AsyncLLM.from_engine_args(
-                    AsyncEngineArgs(
-                        model=str(self._path),
-                        skip_tokenizer_init=True,
-                        dtype=self._dtype,
-                        max_model_len=self._context,
-                        max_num_seqs=self._concurrency,
-                        logprobs_mode="processed_logprobs",  # after the temperature
-                        generation_config="vllm",  # no top_p, penalties or stop tokens from the model folder
-                        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-                        worker_extension_cls="sao.generator.vllm_worker.WorkerExtension",
-                        **arguments,
-                    )
-                )
+                config = AsyncEngineArgs(
+                    model=str(self._path),
+                    skip_tokenizer_init=True,
+                    dtype=self._dtype,
+                    max_model_len=self._context,
+                    max_num_seqs=self._concurrency,
+                    logprobs_mode="processed_logprobs",  # after the temperature
+                    generation_config="vllm",  # no top_p, penalties or stop tokens from the model folder
+                    weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+                    worker_extension_cls="sao.generator.vllm_worker.WorkerExtension",
+                    **arguments,
+                ).create_engine_config()
+                if current_platform.is_cpu():
+                    _check_heads(config.model_config)
+                llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+            except EngineError:
+                raise
             except Exception as error:
                 raise EngineError(f"engine vllm: did not start: {_text(error)}") from error
         self._vocabulary = llm.model_config.get_vocab_size()
@@ -257,9 +261,10 @@ class VllmEngine:
         largest = int(request.prompt_ids.max())
         if largest >= self._vocabulary:
             raise EngineError(f"request {request.id}: prompt_ids: token {largest}, vocabulary of {self._vocabulary}")
-        if 0 < request.temperature < MIN_TEMPERATURE:
+        if request.temperature and not MIN_TEMPERATURE <= request.temperature <= MAX_TEMPERATURE:
             raise EngineError(
-                f"request {request.id}: temperature: {request.temperature}, expected 0 or >= {MIN_TEMPERATURE}"
+                f"request {request.id}: temperature: {request.temperature}, "
+                f"expected 0 or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
             )
         if request.id in self._flights:
             raise EngineError(f"request {request.id}: a request of this id is in flight")
@@ -360,12 +365,6 @@ class VllmEngine:
         self._version = ref.version
         await self._call("update: resume", llm.resume_generation())
 
-    async def _first_token(self) -> None:
-        """Samples once, so that a model which vLLM loads but cannot compute is refused at the start."""
-        request = Request("first-token", "", np.zeros(1, np.int32), 1, 1.0, ())
-        collector = await self._submit(request, 1)
-        await collector.get()
-
     async def _report(self) -> dict[str, Any]:
         reports = await self._call("report", self._llm.collective_rpc("sao_report"))
         if any(report != reports[0] for report in reports):
@@ -394,6 +393,15 @@ def _import_vllm(folder: Path, threads: int) -> None:
             raise EngineError(f"engine vllm: cannot be imported: {error}; it needs pip install 'sao[vllm]'") from error
         if not hasattr(AsyncLLM, "update_weight_version"):
             raise EngineError("engine vllm: this vLLM does not label tokens with weight versions; it needs >= 0.32")
+
+
+def _check_heads(model_config: Any) -> None:
+    """vLLM finds this only with the first token, and then its process ends."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    size, sizes = model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    if not model_config.use_mla and size not in sizes:
+        raise EngineError(f"engine vllm: heads of size {size}; vLLM's attention on a CPU computes {sizes}")
 
 
 def _text(error: BaseException) -> str:
