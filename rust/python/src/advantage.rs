@@ -37,7 +37,7 @@ fn advantages<'py>(
     skip_observations: bool,
     bootstrap: Option<&Bound<'py, PyAny>>,
     turn_rewards: Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)>,
-    threads: usize,
+    threads: i64,
 ) -> PyResult<Outputs<'py>> {
     let py = values.py();
     let parameters = Parameters {
@@ -89,9 +89,10 @@ fn advantages<'py>(
         },
     };
     let tokens = batch.values.len();
-    if threads == 0 {
-        return Err(validation("threads: 0 must be at least 1"));
-    }
+    let threads = match usize::try_from(threads) {
+        Ok(threads) if threads > 0 => threads,
+        _ => return Err(validation(format!("threads: {threads} must be at least 1"))),
+    };
     let compute = || {
         let (mut out, mut targets) = (vec![0.0f32; tokens], vec![0.0f32; tokens]);
         let lambdas =

@@ -68,13 +68,18 @@ impl Buffer {
     }
 
     #[pyo3(signature = (n, timeout_s=None))]
-    fn take(&self, py: Python<'_>, n: usize, timeout_s: Option<f64>) -> PyResult<Vec<Lease>> {
+    fn take(&self, py: Python<'_>, n: i64, timeout_s: Option<f64>) -> PyResult<Vec<Lease>> {
+        let n = count(n)?;
         let leases = blocking(py, timeout_s, |pace| self.buffer.take(n, pace))?;
         Ok(leases.into_iter().map(Lease::new).collect())
     }
 
-    fn try_take(&self, n: usize) -> PyResult<Vec<Lease>> {
-        let leases = self.buffer.try_take(n).map_err(to_py)?.unwrap_or_default();
+    fn try_take(&self, n: i64) -> PyResult<Vec<Lease>> {
+        let leases = self
+            .buffer
+            .try_take(count(n)?)
+            .map_err(to_py)?
+            .unwrap_or_default();
         Ok(leases.into_iter().map(Lease::new).collect())
     }
 
@@ -124,6 +129,10 @@ impl Buffer {
     fn __len__(&self) -> usize {
         self.buffer.stats().ready
     }
+}
+
+fn count(n: i64) -> PyResult<usize> {
+    usize::try_from(n).map_err(|_| validation(format!("n: {n} is negative")))
 }
 
 fn headers<'py>(py: Python<'py>, all: &[Vec<u8>]) -> PyResult<Bound<'py, PyList>> {
