@@ -44,8 +44,8 @@ class ClientFactory(Protocol):
 class Generator:
     """Plays tasks for the broker until it is told to stop.
 
-    `engine` is not yet started, nor is the fixed `summariser` of compactions. `sampling_seed` comes from `derive_seed(run seed, name, incarnation)`: restarted and
-    parallel generators never repeat one another's draws.
+    `engine` is not yet started, nor is the fixed `summariser` of compactions. `sampling_seed` comes from
+    `derive_seed(run seed, name, incarnation)`: restarted and parallel generators never repeat one another's draws.
     """
 
     def __init__(

@@ -5,6 +5,9 @@ What becomes of it is one of three things, never a mixture. *finished*: the envi
 keeps the rewards of its turns and gets 0 (or the nearest number in the environment's range) for its end. *failed*: an
 exception with a reason code; a failure has no reward at all.
 
+With `[compaction]` enabled, a full context is not the end: the policy writes a summary and goes on in a new window (see
+`sao.generator.compaction`, also for the reasons with which such a rollout is truncated).
+
 A turn that was cut by the response limit goes to the environment like any other (stop reason "length"); the end of
 the turn is then added as context, since the policy did not sample it.
 """
@@ -19,9 +22,12 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+
 from sao.config import Config
-from sao.envs.protocol import Environment, check_messages, check_step
+from sao.envs.protocol import Environment, Message, check_messages, check_step
 from sao.errors import EngineError, EnvironmentFailure
+from sao.generator.compaction import Compaction, Compactor
 from sao.generator.engine import Completion, Engine, Request, check_completion
 from sao.generator.render import Renderer
 from sao.generator.sampling import derive_seed
@@ -61,19 +67,23 @@ async def run_episode(
     *,
     sampling_seed: int | None = None,
     progress: Progress | None = None,
+    compactor: Compactor | None = None,
 ) -> Trajectory:
     """Plays one episode and closes the environment, exactly once, on every path.
 
     sampling_seed: every turn's request gets a seed derived from it and the task; None: the engine's own stream.
+    compactor: what episodes share for compaction, if that is enabled; None: one is made for this episode alone.
     Returns a trajectory with at least one sampled token and a reward. Raises `EngineError` and `EnvironmentFailure`
     (reason `reset_error`, `step_error`, `timeout`, `bad_reward`, `prompt_too_long`, or the environment's own).
     """
-    episode = _Episode(engine, env, renderer, task, config, sampling_seed, progress or Progress())
+    episode = _Episode(engine, env, renderer, task, config, sampling_seed, progress or Progress(), compactor)
     try:
         return await episode.play()
     finally:
         try:
             await engine.release(episode.session)
+            if compactor is not None and compactor.summariser is not None:
+                await compactor.summariser.release(episode.session)
         finally:
             await _close(env, config.env.step_timeout_s)
 
@@ -88,12 +98,15 @@ class _Episode:
         config: Config,
         sampling_seed: int | None,
         progress: Progress,
+        compactor: Compactor | None,
     ) -> None:
         self.engine, self.env, self.renderer, self.task, self.config = engine, env, renderer, task, config
         self.session = f"{task.split}/{task.ordinal}/{task.attempt}"
         self.temperature = config.eval.temperature if task.split == "eval" else config.sampling.temperature
         self.sampling_seed, self.progress = sampling_seed, progress
         self.window = Window(renderer, config.sampling.context_tokens)
+        self.compactor = compactor
+        self.compaction: Compaction | None = None
         self.turn_rewards: list[tuple[int, int, float]] = []
         self.stop_reasons: list[str] = []
         self.fingerprints: dict[int, str] = {}
@@ -110,6 +123,9 @@ class _Episode:
             raise EnvironmentFailure(
                 "prompt_too_long", f"{size} tokens, sampling.context_tokens = {self.config.sampling.context_tokens}"
             )
+        if self.config.compaction.enabled:
+            shared = self.compactor or Compactor(self.config, self.renderer)
+            self.compaction = shared.begin(self.window, self._ask)
         while True:
             completion = await self._generate()
             text = self.renderer.decode(completion.token_ids)
@@ -122,44 +138,62 @@ class _Episode:
                 self.turn_rewards.append((self.window.segment_index, self.window.ids.size - 1, result.reward))
             if self.progress.turns >= max_turns:
                 return self._end(Termination("truncated", "max_turns"), self._no_reward())
-            if not self.window.observe(result.messages):
-                return self._end(Termination("truncated", "context"), self._no_reward())
+            if (reason := await self._observe(result.messages)) is not None:
+                return self._end(Termination("truncated", reason), self._no_reward())
+
+    async def _observe(self, messages: tuple[Message, ...]) -> str | None:
+        """Takes what the environment said; why the rollout has to end here, or None."""
+        if self.compaction is not None:
+            return await self.compaction.observe(messages)
+        return None if self.window.observe(messages) else "context"
 
     async def _generate(self) -> Completion:
         """Samples one turn: at most the response limit, at most the room that is left."""
-        turn = self.progress.turns
+        limit = min(self.config.sampling.max_response_tokens, self.window.room_tokens)
+        completion = await self._ask(str(self.progress.turns), self.window.ids, limit)
+        self.window.sampled(completion)
+        self.progress.turns += 1
+        self.stop_reasons.append(completion.stop_reason)
+        return completion
+
+    async def _ask(
+        self, name: str, prompt_ids: np.ndarray, max_new_tokens: int, summariser: Engine | None = None
+    ) -> Completion:
+        """A completion of the policy, checked and counted; or of the fixed summariser, whose tokens are context."""
         request = Request(
-            id=f"{self.session}/{turn}",
+            id=f"{self.session}/{name}",
             session=self.session,
-            prompt_ids=self.window.ids,
-            max_new_tokens=min(self.config.sampling.max_response_tokens, self.window.room_tokens),
+            prompt_ids=prompt_ids,
+            max_new_tokens=max_new_tokens,
             temperature=self.temperature,
             stop_token_ids=self.renderer.stop_token_ids,
-            seed=None if self.sampling_seed is None else derive_seed(self.sampling_seed, self.session, turn),
+            seed=None if self.sampling_seed is None else derive_seed(self.sampling_seed, self.session, name),
         )
-        completion = await self._timed("generate", self.engine.generate(request))
-        if completion.token_ids is not None:
+        what = "summarise" if name.startswith("summary") else "generate"
+        completion = await self._timed(what, (summariser or self.engine).generate(request))
+        if summariser is None and completion.token_ids is not None:
             self.progress.sampled_tokens += len(completion.token_ids)
         check_completion(request, completion)
         if completion.stop_reason in ("abort", "context"):
             raise EngineError(f"aborted: request {request.id}: the engine ended it with {completion.stop_reason}")
+        if summariser is None:
+            self._note_fingerprints(request, completion)
+        return completion
+
+    def _note_fingerprints(self, request: Request, completion: Completion) -> None:
         for version, mark in completion.fingerprints.items():
             if self.fingerprints.setdefault(version, mark) != mark:
                 raise EngineError(
                     f"bad_completion: request {request.id}: version {version} has fingerprint {mark}, "
                     f"before it was {self.fingerprints[version]}"
                 )
-        self.window.sampled(completion)
-        self.progress.turns += 1
-        self.stop_reasons.append(completion.stop_reason)
-        return completion
 
     async def _timed(self, what: str, call: Awaitable[T]) -> T:
         began = time.perf_counter()
         try:
             return await call
         finally:
-            self.timings_s[what] += time.perf_counter() - began
+            self.timings_s[what] = self.timings_s.get(what, 0.0) + time.perf_counter() - began
 
     def _no_reward(self) -> float:
         low, high = self.env.reward_range
@@ -185,6 +219,7 @@ class _Episode:
                 "split": task.split,
                 "turns": self.progress.turns,
                 "stop_reasons": ",".join(self.stop_reasons),
+                **(self.compaction.facts() if self.compaction is not None else {}),
             },
         )
 

@@ -68,6 +68,30 @@ class Renderer:
         ids = self._cached(("then", tuple(messages)), lambda: self._encode(self._behind_dummy(messages)))
         return ids[1:] if last_id == self._end_of_turn else ids
 
+    def cut(self, messages: Sequence[Message], last_id: int | None, limit: int) -> tuple[Message, ...] | None:
+        """The messages with as much of their text, from its beginning, as an observation of `limit` tokens holds.
+
+        The longest text loses its end until it fits. None when the observation is longer even without any text.
+        """
+        found = list(messages)
+        texts = [self._encode(self._harmless(message.content)) for message in found]
+        while (excess := self.observation(found, last_id).size - limit) > 0:
+            at = max(range(len(texts)), key=lambda index: texts[index].size)
+            if not texts[at].size:
+                return None
+            texts[at] = texts[at][: max(0, texts[at].size - excess)]
+            found[at] = Message(found[at].role, self.decode(texts[at]))
+        return tuple(found)
+
+    @property
+    def reasons_first(self) -> bool:
+        """Whether an assistant turn begins inside `<think>`, opened by the template."""
+        return self._head.rfind("<think>") > self._head.rfind("</think>")
+
+    def same_tokens(self, other: Renderer) -> bool:
+        """Whether both tokenizers give every token the same id."""
+        return bool(self._tokenizer.get_vocab() == other._tokenizer.get_vocab())
+
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """The text of sampled ids, without special tokens: what an environment gets to see."""
         known = [int(i) for i in ids if int(i) < self.vocab_size]

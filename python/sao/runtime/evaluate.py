@@ -10,7 +10,8 @@ from sao.broker.tasks import task_seed
 from sao.config import Config
 from sao.envs import registry
 from sao.errors import EnvironmentFailure
-from sao.generator.actor import make_engine
+from sao.generator.actor import make_engine, make_summariser
+from sao.generator.compaction import Compactor
 from sao.generator.engine import Engine
 from sao.generator.episode import Task, run_episode
 from sao.generator.render import Renderer
@@ -50,10 +51,15 @@ def evaluate(config: Config) -> Result:
     preflight.check(config, run_folder=False)
     renderer = Renderer(config.model.path)
     seed = derive_seed(config.run.seed, "eval", 0)
-    return asyncio.run(_play_all(config, make_engine(config, renderer, seed), renderer, seed))
+    engine, summariser = make_engine(config, renderer, seed), make_summariser(config, renderer, seed)
+    compactor = Compactor(config, renderer, summariser) if config.compaction.enabled else None
+    return asyncio.run(_play_all(config, engine, renderer, seed, compactor))
 
 
-async def _play_all(config: Config, engine: Engine, renderer: Renderer, seed: int) -> Result:
+async def _play_all(
+    config: Config, engine: Engine, renderer: Renderer, seed: int, compactor: Compactor | None
+) -> Result:
+    engines = [engine] if compactor is None or compactor.summariser is None else [engine, compactor.summariser]
     slots = asyncio.Semaphore(config.generator.concurrency)
     rewards: list[float] = []
     failures: Counter[str] = Counter()
@@ -63,7 +69,9 @@ async def _play_all(config: Config, engine: Engine, renderer: Renderer, seed: in
             task = Task(index, 0, task_seed(config.run.seed, "eval", index), "eval")
             env = registry.make(config.env.name, **config.env.args)
             try:
-                trajectory = await run_episode(engine, env, renderer, task, config, sampling_seed=seed)
+                trajectory = await run_episode(
+                    engine, env, renderer, task, config, sampling_seed=seed, compactor=compactor
+                )
             except EnvironmentFailure as failure:
                 failures[failure.reason] += 1
                 return
@@ -71,13 +79,15 @@ async def _play_all(config: Config, engine: Engine, renderer: Renderer, seed: in
             rewards.append(trajectory.reward)
 
     try:
-        await engine.start(None)
+        for each in engines:
+            await each.start(None)
         async with asyncio.TaskGroup() as group:
             for index in range(config.eval.episodes):
                 group.create_task(play(index))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     finally:
-        await engine.close()
+        for each in engines:
+            await each.close()
     successes = sum(reward >= config.env.success_reward for reward in rewards)
     return Result(tuple(rewards), successes, dict(failures))
