@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from sao import config_faults
+from sao import config_estimators, config_faults
 from sao.errors import ConfigError
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -52,6 +52,9 @@ class RunSection(Section):
     steps: int = Field(200, ge=1, description="optimizer steps (critic warm-up included)")
     max_failures_in_a_row: int = Field(32, ge=1, description="environment failures in a row that stop the run")
     target_success: float | None = Field(None, gt=0, le=1, description="stop early when held-out success reaches this")
+    task: Literal["train", "pretrain_value"] = Field(
+        "train", description="pretrain_value: train only a critic, on rollouts of the start policy; set by the command"
+    )
 
 
 class ModelSection(Section):
@@ -59,6 +62,13 @@ class ModelSection(Section):
 
     path: str = Field(description="folder with config.json, *.safetensors, tokenizer and chat template")
     dtype: Literal["float32", "bfloat16", "float64"] = Field("float32", description="learner parameter type")
+    activation_checkpointing: bool = Field(
+        False, description="keep only the inputs of every decoder layer and compute the rest again in the backward pass"
+    )
+    attention: Literal["auto", "sdpa", "flex_attention", "flash_attention_2"] = Field(
+        "auto",
+        description="attention of the learner; auto: the best that is installed for its device, see `sao doctor`",
+    )
 
 
 class EnvSection(Section):
@@ -68,6 +78,9 @@ class EnvSection(Section):
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
     max_turns: int = Field(8, ge=1, description="assistant turns after which a rollout is truncated")
     success_reward: float = Field(1.0, description="an episode counts as a success from this reward on")
+    train_tasks: int | None = Field(
+        None, ge=1, description="different training tasks, repeated in the same order; default: never the same again"
+    )
     step_timeout_s: float = Field(60.0, gt=0, description="deadline of one reset or step, seconds")
 
 
@@ -98,9 +111,25 @@ class GeneratorSection(Section):
 class AlgorithmSection(Section):
     """SAO: direct double-sided importance sampling, value and advantage (`docs/reference/algorithms.md`)."""
 
-    policy_loss: Literal["dis", "ppo"] = Field("dis", description="dis: out-of-band tokens get weight 0; ppo: clip")
-    eps_low: float = Field(0.3, gt=0, lt=1, description="lower band edge is 1 - eps_low (strict)")
-    eps_high: float = Field(5.0, gt=0, description="upper band edge is 1 + eps_high (strict)")
+    estimator: Literal["sao", "vapo", "grpo", "running_mean", "prompt_mean"] = Field(
+        "sao",
+        description="advantages: sao, vapo: GAE with a critic; grpo: normalised in the group; running_mean, prompt_mean:"
+        " reward minus the mean of the last rewards, of all tasks or of the same task",
+    )
+    group_size: int = Field(1, ge=1, description="rollouts of the same task, trained together; sao: 1, grpo: 2 or more")
+    policy_loss: Literal["dis", "ppo", "tis"] = Field(
+        "dis", description="dis: out-of-band tokens get weight 0; ppo: clip; tis: weights cut at the upper edge"
+    )
+    old_logprobs: Literal["rollout", "recomputed"] = Field(
+        "rollout", description="denominator of the ratio: as the engine logged, or (ppo) computed at the step's start"
+    )
+    eps_low: float = Field(0.3, gt=0, lt=1, description="lower band edge is 1 - eps_low (dis: strict; tis: unused)")
+    eps_high: float = Field(5.0, gt=0, description="upper band edge is 1 + eps_high (dis: strict)")
+    positive_weight: float = Field(
+        0.0, ge=0, description="vapo: weight of the log-likelihood loss on rollouts that reach env.success_reward"
+    )
+    baseline_window: int = Field(128, ge=1, description="running_mean: last rewards that make the mean")
+    prompt_window: int = Field(8, ge=1, description="prompt_mean: last rewards of the same task that make the mean")
     denominator: Literal["all", "kept", "trajectory", "segment"] = Field(
         "all",
         description="policy loss mean over all action tokens, tokens in the band, per-trajectory or per-segment means",
@@ -118,6 +147,11 @@ class AlgorithmSection(Section):
     )
     whiten_advantages: bool = Field(False, description="zero mean and unit variance over the step's action tokens")
     bootstrap_truncated: bool = Field(False, description="value of the last state instead of 0 at a truncation")
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether advantages come from a critic."""
+        return self.estimator in ("sao", "vapo")
 
 
 class CompactionSection(Section):
@@ -172,16 +206,41 @@ class LearnerSection(Section):
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay of both optimizers")
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False, description="Adam's betas, each in [0, 1)")
     grad_clip: float = Field(1.0, gt=0, description="largest gradient norm, policy and critic each")
+    policy_passes: int = Field(1, ge=1, description="policy updates per batch; more than 1 only with policy_loss = ppo")
     critic_passes: int = Field(2, ge=1, description="K: critic updates per policy update")
     critic_warmup_steps: int = Field(10, ge=0, description="first steps in which only the critic is updated")
     critic_frozen: Literal["attention", "none"] = Field("attention", description="parameters of the critic that stay")
     critic_path: str | None = Field(None, description="critic to start from; default: the policy with a zero head")
+    value_loss: Literal["mse", "clipped"] = Field(
+        "mse", description="clipped: the larger of the squared errors of V and of V within value_clip of its old value"
+    )
+    value_clip: float = Field(0.2, gt=0, description="clipped: distance from V at the start of the step")
+    logprob_chunk_tokens: int = Field(
+        1024,
+        ge=1,
+        description="action tokens whose logits exist at once; more come in chunks, also backward",
+    )
+    offload_optimizer: bool = Field(
+        False, description="parameters and optimizer state in the memory of the CPU between passes; needs a GPU"
+    )
     max_skipped_in_a_row: int = Field(
         5, ge=1, description="skipped steps in a row (non-finite, empty) that stop the run"
     )
     save_every_steps: int = Field(0, ge=0, description="0: only at the end")
     checkpoints_kept: int = Field(2, ge=1, description="newest checkpoints that stay on disk")
     deterministic: bool = Field(False, description="deterministic torch kernels: reproducible, slower")
+
+
+class ValuePretrainingSection(Section):
+    """`sao pretrain-value`: when the critic has learned enough. Its explained variance is that of batches that it has
+    not been trained on yet, over the last `window` of them.
+    """
+
+    steps: int = Field(50, ge=1, description="batches at most")
+    target: float | None = Field(None, gt=0, lt=1, description="stop when the explained variance reaches this")
+    window: int = Field(5, ge=1, description="batches over which the explained variance is measured")
+    patience: int = Field(10, ge=1, description="stop after this many batches without a gain of `min_gain`")
+    min_gain: float = Field(0.01, ge=0, description="smallest gain of explained variance that counts")
 
 
 class StalenessSection(Section):
@@ -260,6 +319,7 @@ class Config(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     compaction: CompactionSection = CompactionSection()
     learner: LearnerSection = LearnerSection()
+    value_pretraining: ValuePretrainingSection = ValuePretrainingSection()
     staleness: StalenessSection = StalenessSection()
     buffer: BufferSection = BufferSection()
     eval: EvalSection = EvalSection()
@@ -272,7 +332,9 @@ class Config(Section):
         warmup, context, batch = learner.critic_warmup_steps, sampling.context_tokens, learner.batch_trajectories
         wrong = {
             f"learner.critic_warmup_steps: {warmup} leaves no policy step in run.steps = {run.steps}": warmup
-            >= run.steps,
+            >= run.steps
+            and run.task == "train"
+            and self.algorithm.has_critic,
             f"sampling.max_response_tokens: {sampling.max_response_tokens} must be below sampling.context_tokens"
             f" = {context}": sampling.max_response_tokens >= context,
             f"learner.row_tokens: {learner.row_tokens} must be at least sampling.context_tokens"
@@ -282,8 +344,14 @@ class Config(Section):
             f"run.target_success: {run.target_success} needs held-out evaluation, but eval.every_steps"
             " = 0": run.target_success is not None and self.eval.every_steps == 0,
         }
-        _refuse([text for text, applies in wrong.items() if applies] + self._compaction_faults())
+        found = [text for text, applies in wrong.items() if applies]
+        _refuse(found + self._compaction_faults() + config_estimators.faults(self))
         return self
+
+    def prompt_of(self, ordinal: int) -> int:
+        """Number of the training task that rollout `ordinal` plays: the same for a group, and again after all tasks."""
+        prompt = ordinal // self.algorithm.group_size
+        return prompt if self.env.train_tasks is None else prompt % self.env.train_tasks
 
     def _compaction_faults(self) -> list[str]:
         compaction, sampling = self.compaction, self.sampling
