@@ -238,6 +238,9 @@ class Ledger:
         """The unfinished task is to be issued again with attempt + 1; its tokens count as dropped under `reason`."""
     def waste(self, reason: str, sampled_tokens: int) -> None:
         """Counts tokens sampled for no open task (late answers) as sampled and dropped under `reason`."""
+    def rewind(self, step: int) -> list[dict[str, Any]]:
+        """Takes back every step after `step`, newest first, and returns them like `ledger_history`: their tasks are
+        requeued, their tokens count as dropped under "rewound". Needs a file; the ledger must not be behind `step`."""
     def counts(self) -> dict[str, int]:
         """Tasks per state: requeued, issued, generating, ready, leased, trained, dropped."""
     def tokens(self) -> dict[str, Any]:
@@ -265,3 +268,12 @@ class Ledger:
         """Syncs and closes; every later call but close raises `ClosedError`."""
     def __enter__(self) -> Ledger: ...
     def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None: ...
+
+def ledger_history(
+    path: str | PathLike[str], after_step: int = 0
+) -> tuple[list[tuple[int, int]], list[dict[str, Any]]]:
+    """What a ledger's file says was trained and not taken back; reads only, a torn tail is left out.
+
+    Returns the ordinals trained up to `after_step` as runs (first, one past the last), and each later step:
+    `{step, lease, tasks: [(ordinal, attempt), ...], trained_tokens, masked_tokens}`. Raises `LedgerError`.
+    """

@@ -1,5 +1,7 @@
 //! What happens to tasks, as the records of the ledger's file.
 
+use crate::error::{Error, Result};
+
 /// One step of the ledger.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Event {
@@ -42,6 +44,14 @@ pub(crate) enum Event {
     Waste {
         reason: String,
         tokens: u64,
+    },
+    /// The last committed step is taken back; `before` is the one that is then the last. Members: ordinal, attempt.
+    Rewind {
+        step: u64,
+        before: Option<u64>,
+        trained: u64,
+        masked: u64,
+        members: Vec<(u64, u64)>,
     },
 }
 
@@ -91,12 +101,32 @@ impl Event {
                 put(&mut out, 9, &[*tokens]);
                 out.extend_from_slice(reason.as_bytes());
             }
+            Self::Rewind {
+                step,
+                before,
+                trained,
+                masked,
+                members,
+            } => {
+                put(&mut out, 10, &[*step, optional(*before), *trained, *masked]);
+                for (ordinal, attempt) in members {
+                    varint(&mut out, *ordinal);
+                    varint(&mut out, *attempt);
+                }
+            }
         }
         out
     }
 
-    /// The event of a record, `None` when it is none.
-    pub(crate) fn parse(payload: &[u8]) -> Option<Self> {
+    /// The event of a record.
+    ///
+    /// # Errors
+    /// `Error::Ledger` when it is none of this format.
+    pub(crate) fn of(payload: &[u8]) -> Result<Self> {
+        Self::parse(payload).ok_or_else(|| Error::Ledger("it is no event of this format".into()))
+    }
+
+    fn parse(payload: &[u8]) -> Option<Self> {
         let (tag, mut rest) = payload.split_first()?;
         let rest = &mut rest;
         let event = match tag {
@@ -148,6 +178,20 @@ impl Event {
                 tokens: take(rest)?,
                 reason: text(rest)?,
             },
+            10 => {
+                let (step, before) = (take(rest)?, take(rest)?.checked_sub(1));
+                let (trained, masked, mut members) = (take(rest)?, take(rest)?, Vec::new());
+                while !rest.is_empty() {
+                    members.push((take(rest)?, take(rest)?));
+                }
+                Self::Rewind {
+                    step,
+                    before,
+                    trained,
+                    masked,
+                    members,
+                }
+            }
             _ => return None,
         };
         rest.is_empty().then_some(event)

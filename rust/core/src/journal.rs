@@ -73,18 +73,8 @@ impl Journal {
             .truncate(false)
             .open(path)
             .map_err(|e| failed("cannot be opened", &e))?;
-        let data = std::fs::read(path).map_err(|e| failed("cannot be read", &e))?;
+        let keep = Self::scan(path, &mut replay)?;
         let header = file_header();
-        let keep = if data.len() < HEADER_BYTES && header.starts_with(&data) {
-            0
-        } else if data.starts_with(&header) {
-            Self::replay_all(path, &data, &mut replay)?
-        } else {
-            return Err(Error::Ledger(format!(
-                "{}: not a ledger file of format {FORMAT}",
-                path.display()
-            )));
-        };
         let prepared = (|| {
             file.set_len(keep as u64)?;
             file.seek(SeekFrom::End(0))?;
@@ -100,6 +90,27 @@ impl Journal {
             pending: Vec::new(),
             broken: None,
         })
+    }
+
+    /// Hands every whole record of the file, in order, to `replay`; returns where the last one ends (0 when not even
+    /// the header is whole). Changes nothing.
+    ///
+    /// # Errors
+    /// As `open`.
+    pub fn scan(path: &Path, mut replay: impl FnMut(&[u8]) -> Result<()>) -> Result<usize> {
+        let data = std::fs::read(path)
+            .map_err(|e| Error::Ledger(format!("{}: cannot be read: {e}", path.display())))?;
+        let header = file_header();
+        if data.len() < HEADER_BYTES && header.starts_with(&data) {
+            Ok(0)
+        } else if data.starts_with(&header) {
+            Self::replay_all(path, &data, &mut replay)
+        } else {
+            Err(Error::Ledger(format!(
+                "{}: not a ledger file of format {FORMAT}",
+                path.display()
+            )))
+        }
     }
 
     fn replay_all(
@@ -169,6 +180,11 @@ impl Journal {
         }
         self.pending.clear();
         Ok(())
+    }
+
+    /// Where the file is.
+    pub fn path(&self) -> &Path {
+        &self.path
     }
 
     /// The file, to wait for the disk without holding the journal.

@@ -1,8 +1,8 @@
 //! Where every task of a run is, and where every sampled token went.
 //!
 //! issued -> generating -> ready -> leased -> trained | dropped(reason); a task that is put back (requeued) is issued
-//! again with the next attempt, and answers of earlier attempts are late. Always:
-//! sampled = trained + masked + dropped + held.
+//! again with the next attempt, and answers of earlier attempts are late. Steps that were lost with the learner are taken
+//! back (`history.rs`): their tasks are requeued. Always: sampled = trained + masked + dropped + held.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
@@ -54,11 +54,11 @@ impl Phase {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
-struct Task {
-    attempt: u64,
-    phase: Phase,
-    tokens: u64,
-    lease: u64,
+pub(crate) struct Task {
+    pub(crate) attempt: u64,
+    pub(crate) phase: Phase,
+    pub(crate) tokens: u64,
+    pub(crate) lease: u64,
 }
 
 /// Where sampled tokens went.
@@ -87,17 +87,17 @@ pub enum Use {
 
 /// Disjoint, non-touching runs of finished ordinals: as many as there are gaps, however many tasks finished.
 #[derive(Debug, Clone, Default, PartialEq)]
-struct Runs(BTreeMap<u64, u64>);
+pub(crate) struct Runs(pub(crate) BTreeMap<u64, u64>);
 
 impl Runs {
-    fn contains(&self, ordinal: u64) -> bool {
+    pub(crate) fn contains(&self, ordinal: u64) -> bool {
         self.0
             .range(..=ordinal)
             .next_back()
             .is_some_and(|(_, stop)| ordinal < *stop)
     }
 
-    fn insert(&mut self, ordinal: u64) {
+    pub(crate) fn insert(&mut self, ordinal: u64) {
         let (mut start, mut stop) = (ordinal, ordinal + 1);
         if let Some((before, end)) = self.0.range(..ordinal).next_back().map(|(a, b)| (*a, *b)) {
             if end == ordinal {
@@ -109,23 +109,43 @@ impl Runs {
         }
         self.0.insert(start, stop);
     }
+
+    /// Takes out an ordinal that is in.
+    pub(crate) fn remove(&mut self, ordinal: u64) {
+        let Some((start, stop)) = self
+            .0
+            .range(..=ordinal)
+            .next_back()
+            .map(|(a, b)| (*a, *b))
+            .filter(|(_, stop)| ordinal < *stop)
+        else {
+            return;
+        };
+        self.0.remove(&start);
+        if start < ordinal {
+            self.0.insert(start, ordinal);
+        }
+        if ordinal + 1 < stop {
+            self.0.insert(ordinal + 1, stop);
+        }
+    }
 }
 
 /// Everything that the file says, in memory; grows with the unfinished tasks only.
 #[derive(Debug, Clone, Default, PartialEq)]
-struct State {
-    open: BTreeMap<u64, Task>,
+pub(crate) struct State {
+    pub(crate) open: BTreeMap<u64, Task>,
     phases: [u64; 5],
-    finished: Runs,
-    leases: HashMap<u64, Vec<u64>>,
-    tokens: Tokens,
-    trained: u64,
+    pub(crate) finished: Runs,
+    pub(crate) leases: HashMap<u64, Vec<u64>>,
+    pub(crate) tokens: Tokens,
+    pub(crate) trained: u64,
     dropped: u64,
     next_ordinal: u64,
-    last_step: Option<u64>,
+    pub(crate) last_step: Option<u64>,
 }
 
-fn fault<T>(text: String) -> Result<T> {
+pub(crate) fn fault<T>(text: String) -> Result<T> {
     Err(Error::Ledger(text))
 }
 
@@ -162,7 +182,7 @@ impl State {
         }
     }
 
-    fn place(&mut self, ordinal: u64, task: Task) {
+    pub(crate) fn place(&mut self, ordinal: u64, task: Task) {
         self.phases[task.phase as usize] += 1;
         if let Some(old) = self.open.insert(ordinal, task) {
             self.phases[old.phase as usize] -= 1;
@@ -176,7 +196,7 @@ impl State {
         self.finished.insert(ordinal);
     }
 
-    fn check_reason(&self, reason: &str) -> Result<()> {
+    pub(crate) fn check_reason(&self, reason: &str) -> Result<()> {
         if reason.is_empty() || reason.len() > MAX_REASON_BYTES {
             return fault(format!(
                 "reason: {reason:?} has {} bytes, expected 1 to {MAX_REASON_BYTES}",
@@ -229,8 +249,17 @@ impl State {
         }
     }
 
+    /// Applies an event of the file, every one of which changed something.
+    pub(crate) fn replay(&mut self, event: &Event) -> Result<()> {
+        if self.apply(event)? {
+            Ok(())
+        } else {
+            fault("it would change nothing".into())
+        }
+    }
+
     /// Checks the whole event, then changes the state; `false` = late or twice, nothing changed.
-    fn apply(&mut self, event: &Event) -> Result<bool> {
+    pub(crate) fn apply(&mut self, event: &Event) -> Result<bool> {
         match event {
             Event::Issue { ordinal } => self.issue(*ordinal),
             Event::Generating { ordinal, attempt } => self.generating(*ordinal, *attempt),
@@ -265,6 +294,13 @@ impl State {
                 *self.tokens.dropped.entry(reason.clone()).or_default() += tokens;
                 Ok(true)
             }
+            Event::Rewind {
+                step,
+                before,
+                trained,
+                masked,
+                members,
+            } => self.take_back(*step, *before, *trained, *masked, members),
         }
     }
 
@@ -450,8 +486,8 @@ impl State {
 /// The ledger: the state in memory and, when a path was given, every event in a file.
 #[derive(Debug, Default)]
 pub struct Ledger {
-    state: State,
-    journal: Option<Journal>,
+    pub(crate) state: State,
+    pub(crate) journal: Option<Journal>,
 }
 
 impl Ledger {
@@ -464,19 +500,13 @@ impl Ledger {
         let journal = match path {
             None => None,
             Some(path) => Some(Journal::open(path, |payload| {
-                let event = Event::parse(payload)
-                    .ok_or_else(|| Error::Ledger("it is no event of this format".into()))?;
-                if state.apply(&event)? {
-                    Ok(())
-                } else {
-                    fault("it would change nothing".into())
-                }
+                state.replay(&Event::of(payload)?)
             })?),
         };
         Ok(Self { state, journal })
     }
 
-    fn record(&mut self, event: &Event) -> Result<bool> {
+    pub(crate) fn record(&mut self, event: &Event) -> Result<bool> {
         let Some(journal) = &mut self.journal else {
             return self.state.apply(event);
         };

@@ -5,6 +5,7 @@ pub mod advantage;
 pub mod buffer;
 pub mod error;
 mod event;
+pub mod history;
 pub mod journal;
 pub mod ledger;
 pub mod pack;

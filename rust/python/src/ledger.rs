@@ -1,10 +1,11 @@
 //! Bindings of `sao_core::ledger`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use sao_core::history::{History, TrainedStep};
 use sao_core::ledger as core;
 use sao_core::Error;
 
@@ -156,6 +157,11 @@ impl Ledger {
         self.with(|ledger| ledger.waste(reason, sampled_tokens.0))
     }
 
+    fn rewind<'py>(&self, py: Python<'py>, step: Natural) -> PyResult<Vec<Bound<'py, PyDict>>> {
+        let back = py.detach(|| self.with(|ledger| ledger.rewind(step.0)))?;
+        back.iter().map(|step| described(py, step)).collect()
+    }
+
     fn counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let counts = self.with(|ledger| Ok(ledger.counts()))?;
         let out = PyDict::new(py);
@@ -244,7 +250,34 @@ impl Ledger {
     }
 }
 
+fn described<'py>(py: Python<'py>, step: &TrainedStep) -> PyResult<Bound<'py, PyDict>> {
+    let out = PyDict::new(py);
+    out.set_item("step", step.step)?;
+    out.set_item("lease", step.lease)?;
+    out.set_item("tasks", step.members.clone())?;
+    out.set_item("trained_tokens", step.trained)?;
+    out.set_item("masked_tokens", step.masked)?;
+    Ok(out)
+}
+
+type Ordinals = Vec<(u64, u64)>;
+
+#[pyfunction]
+#[pyo3(signature = (path, after_step = Natural(0)))]
+#[allow(clippy::needless_pass_by_value)] // arguments from Python arrive owned
+fn ledger_history(
+    py: Python<'_>,
+    path: PathBuf,
+    after_step: Natural,
+) -> PyResult<(Ordinals, Vec<Bound<'_, PyDict>>)> {
+    let path: &Path = &path;
+    let found = py.detach(|| guard(|| History::read(path, after_step.0)))?;
+    let steps = found.steps.iter().map(|step| described(py, step));
+    Ok((found.trained_before(), steps.collect::<PyResult<_>>()?))
+}
+
 /// Adds this topic to the module.
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_function(wrap_pyfunction!(ledger_history, m)?)?;
     m.add_class::<Ledger>()
 }

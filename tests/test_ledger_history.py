@@ -1,0 +1,46 @@
+"""Steps that are taken back, and what a ledger's file says was trained, from Python."""
+
+import pytest
+
+from sao._core import Ledger, ledger_history
+from sao.errors import LedgerError
+
+
+def train(ledger, step, ordinals, tokens=6):
+    for ordinal in ordinals:
+        attempt = ledger.issue(ordinal)
+        ledger.generating(ordinal, attempt)
+        assert ledger.ready(ordinal, attempt, tokens)
+    ledger.lease(ordinals, 1)
+    ledger.trained(1, step, [tokens - 1] * len(ordinals), [1] * len(ordinals))
+
+
+def test_lost_steps_are_played_again_and_tokens_are_conserved(tmp_path):
+    path = tmp_path / "ledger.log"
+    with Ledger(path) as ledger:
+        for step in (1, 2, 3):
+            train(ledger, step, [2 * step, 2 * step + 1])
+        taken_back = ledger.rewind(1)
+        assert [(step["step"], step["tasks"]) for step in taken_back] == [(3, [(6, 0), (7, 0)]), (2, [(4, 0), (5, 0)])]
+        assert (taken_back[0]["lease"], taken_back[0]["trained_tokens"], taken_back[0]["masked_tokens"]) == (1, 10, 2)
+        assert ledger.tokens() == {"sampled": 36, "trained": 10, "masked": 2, "held": 0, "dropped": {"rewound": 24}}
+        assert ledger.counts()["requeued"] == 4 and ledger.last_step == 1
+        ledger.check()
+        train(ledger, 2, [5, 4])
+    runs, steps = ledger_history(path, 1)
+    assert runs == [(2, 4)] and [step["tasks"] for step in steps] == [[(5, 1), (4, 1)]]
+    assert ledger_history(path) == ([], ledger_history(path)[1]) and len(ledger_history(path)[1]) == 2
+    with Ledger(path) as again:
+        assert [ordinal for ordinal, *_ in again.unfinished()] == [6, 7]
+
+
+def test_a_ledger_that_cannot_go_back_says_why(tmp_path):
+    with Ledger(tmp_path / "ledger.log") as ledger:
+        train(ledger, 4, [0])
+        with pytest.raises(LedgerError, match="cannot go back to step 5: the last committed step is 4"):
+            ledger.rewind(5)
+        assert ledger.rewind(4) == []
+    with pytest.raises(LedgerError, match="cannot be read"):
+        ledger_history(tmp_path / "none")
+    with pytest.raises(LedgerError, match="not an integer"):
+        ledger_history(tmp_path / "ledger.log", -1)
