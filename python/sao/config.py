@@ -113,7 +113,7 @@ class AlgorithmSection(Section):
 
     estimator: Literal["sao", "vapo", "grpo", "running_mean", "prompt_mean"] = Field(
         "sao",
-        description="advantages: sao, vapo: GAE with a critic; grpo: normalised in the group; running_mean, prompt_mean:"
+        description="advantages: sao, vapo: GAE with a critic; grpo: of the group; running_mean, prompt_mean:"
         " reward minus the mean of the last rewards, of all tasks or of the same task",
     )
     group_size: int = Field(1, ge=1, description="rollouts of the same task, trained together; sao: 1, grpo: 2 or more")

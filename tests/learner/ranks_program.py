@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from learner.rollouts import make_config, make_segment, make_trajectory, random_batch
+from torch.distributed.tensor import DTensor
 
 from sao.errors import LearnerError
 from sao.learner.export import full_tensors
@@ -19,6 +20,7 @@ from sao.trajectory import Trajectory
 
 SCENARIOS = ("long-and-tiny", "idle", "five-long-one-short", "kept", "float32")
 ONLY_TWO = ("poison", "disagree")
+ADVERSARIAL = ("budget-and-hundreds", "idle", "five-long-one-short")
 
 
 def batches(scenario: str) -> list[list[Trajectory]]:
@@ -28,6 +30,9 @@ def batches(scenario: str) -> list[list[Trajectory]]:
         return [random_batch(number, 9, long=60) for number in range(3)]
     if scenario == "idle":  # one segment: a second rank has no work at all
         return [[make_trajectory(rng, [make_segment(rng, [(5, 4)])], reward=1.0)] for _ in range(2)]
+    if scenario == "budget-and-hundreds":  # one segment as long as a row may be, and 300 of ten tokens
+        whole = make_trajectory(rng, [make_segment(rng, [(4, 60)])], reward=1.0)
+        return [[whole, *(make_trajectory(rng, [make_segment(rng, [(5, 5)])]) for _ in range(300))]]
     if scenario == "five-long-one-short":
         long = [make_trajectory(rng, [make_segment(rng, [(30, 30)])]) for _ in range(5)]
         return [[*long, make_trajectory(rng, [make_segment(rng, [(2, 1)])])]]
@@ -40,6 +45,22 @@ def spoil(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> None
         output.register_hook(lambda gradient: torch.full_like(gradient, math.nan))
 
 
+def keep_gradients(learner: Learner) -> dict[str, torch.Tensor]:
+    """Fills up with the whole mean gradients, after clipping, of the last update of each model."""
+    kept: dict[str, torch.Tensor] = {}
+    for name, optimizer in (("policy", learner.policy_optimizer), ("critic", learner.critic_optimizer)):
+
+        def step(name=name, optimizer=optimizer, update=optimizer.step):
+            for key, parameter in zip(optimizer.names, optimizer.parameters, strict=True):
+                gradient = parameter.grad
+                whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                kept[f"{name}.{key}"] = whole.clone()
+            update()
+
+        optimizer.step = step
+    return kept
+
+
 def run(scenario: str, model: Path, out: Path, world: World) -> None:
     settings = {"algorithm__denominator": "kept"} if scenario == "kept" else {}
     dtype = "float32" if scenario == "float32" else "float64"
@@ -49,6 +70,7 @@ def run(scenario: str, model: Path, out: Path, world: World) -> None:
     if world.rank == 0:
         weights.mkdir(parents=True)
     learner = Learner(make_config(model, model__dtype=dtype, **settings), world, weights)
+    gradients = keep_gradients(learner) if scenario in ADVERSARIAL else {}
     report: dict[str, list] = {"steps": [], "skipped": [], "versions": [], "published": [], "error": []}
     for number, batch in enumerate(batches(scenario)):
         if scenario == "disagree" and number == 1 and world.rank == 1:
@@ -73,13 +95,15 @@ def run(scenario: str, model: Path, out: Path, world: World) -> None:
     learner.export(out / "checkpoints")
     if world.rank == 0:
         torch.save(tensors, out / "tensors.pt")
+        torch.save(gradients, out / "gradients.pt")
     (out / f"rank-{world.rank}.json").write_text(json.dumps(report))
 
 
 def main() -> None:
     torch.set_num_threads(1)
     world = World.join(timeout_s=60)
-    for scenario in SCENARIOS + (ONLY_TWO if world.size > 1 else ()):
+    scenarios = {1: (*SCENARIOS, "budget-and-hundreds"), 2: SCENARIOS + ONLY_TWO, 4: ADVERSARIAL}[world.size]
+    for scenario in scenarios:
         run(scenario, Path(sys.argv[1]), Path(sys.argv[2]) / scenario, world)
         world.agree("end of a scenario", 0)
     world.leave()

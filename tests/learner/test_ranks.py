@@ -1,4 +1,4 @@
-"""One rank, two ranks, no process group: the same step (gloo on loopback, FSDP2 on the CPU)."""
+"""One rank, two, four, no process group: the same step (gloo on loopback, FSDP2 on the CPU)."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 TESTS = Path(__file__).parents[1]
 PROGRAM = Path(__file__).with_name("ranks_program.py")
-pytestmark = pytest.mark.timeout(300)  # two launches of torchrun, each bounded by its own limit
+pytestmark = pytest.mark.timeout(450)  # three launches of torchrun, each bounded by its own limit
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,19 @@ def test_two_ranks_do_exactly_what_one_does(launch, scenario):
     agree(one, two, 1e-9)
     first, second = two[0]
     assert first["steps"] == second["steps"] and first["versions"] == second["versions"]
+
+
+@pytest.mark.parametrize("scenario", ["budget-and-hundreds", "idle", "five-long-one-short"])
+def test_four_ranks_do_exactly_what_one_does(launch, scenario):
+    """One segment of the whole budget beside hundreds of ten tokens; three ranks without any work at all."""
+    one, four = launch(scenario, 1), launch(scenario, 4)
+    agree(one, four, 1e-9)
+    assert all(report["steps"] == four[0][0]["steps"] for report in four[0])
+    same, other = (torch.load(out / "gradients.pt", weights_only=True) for out in (one[2], four[2]))
+    assert same.keys() == other.keys() and len(same) > 20
+    for name in same:
+        assert float(same[name].abs().max()) > 0
+        torch.testing.assert_close(same[name], other[name], rtol=0, atol=1e-9)
 
 
 def test_two_ranks_follow_one_over_eight_float32_steps(launch):
