@@ -18,6 +18,7 @@ from sao.config import Config
 from sao.errors import LearnerError
 from sao.learner.step import Learner, StepResult
 from sao.learner.world import World
+from sao.telemetry.recording import write_step
 from sao.trajectory import decode
 from sao.transport.messages import Message
 
@@ -76,6 +77,7 @@ def train(config: Config, learner: Learner, world: World, line: Connection | Non
             result.metrics["time/step_s"] = time.perf_counter() - start
             result.metrics["time/idle_share"] = (waited - start) / result.metrics["time/step_s"]
             _commit(line, taken, result)
+            _keep(config, taken, result, checkpoints.parent / "trajectories")
         every = config.learner.save_every_steps
         if every and learner.steps % every == 0:
             learner.export(checkpoints)
@@ -84,6 +86,27 @@ def train(config: Config, learner: Learner, world: World, line: Connection | Non
         learner.export(checkpoints)
     log.info("%s; policy version %d after %d steps", reason, learner.version, learner.steps)
     return reason
+
+
+def _keep(config: Config, taken: Taken, result: StepResult, folder: Path) -> None:
+    """Records the step for `sao inspect`; what goes wrong here is logged, training goes on."""
+    if result.arrays is None:
+        return
+    meta = {
+        "version": taken.version,
+        "version_after": result.version,
+        "skipped": result.skipped,
+        "trained_tokens": result.trained_tokens,
+        "masked_tokens": result.masked_tokens,
+        "metrics": result.metrics,
+        "algorithm": config.algorithm.model_dump(mode="json"),
+        "compaction": config.compaction.model_dump(mode="json"),
+    }
+    try:
+        keep = config.telemetry.keep_trajectories
+        write_step(folder, result.step, taken.frames, result.arrays, meta, keep=keep)
+    except OSError as error:
+        log.warning("step %d was not recorded: %s", result.step, error)
 
 
 def _take(config: Config, world: World, line: Connection | None) -> Taken | None:

@@ -42,6 +42,9 @@ class Batch:
     rewards: NDArray[np.float32]  # [T]
     temperatures: NDArray[np.float32]  # [T]
     truncated: NDArray[np.bool_]  # [T]
+    summary: NDArray[np.bool_]  # [S], whether the segment is a summary
+    compactions: NDArray[np.int64]  # [T], as the generator says
+    sampled_tokens: int  # of all trajectories, also those of summaries that are left out
     turn_rewards: tuple[NDArray[np.int64], NDArray[np.float32]] | None  # flat positions and rewards
 
     @property
@@ -58,6 +61,11 @@ class Batch:
         """Index of the trajectory of each token, int64[N]."""
         starts = self.segment_offsets[self.trajectory_offsets]
         return np.repeat(np.arange(self.n_trajectories), np.diff(starts))
+
+    @property
+    def segment_of_token(self) -> NDArray[np.int64]:
+        """Index of the segment of each token, int64[N]."""
+        return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
     def checksum(self) -> int:
         """CRC-32 over everything that decides the step, to compare between ranks."""
@@ -87,9 +95,10 @@ class MicroBatch:
     all_flat: torch.Tensor  # int64[m]
 
 
-def flatten(trajectories: Sequence[Trajectory], version: int) -> Batch:
+def flatten(trajectories: Sequence[Trajectory], version: int, *, summaries: bool = True) -> Batch:
     """Lays trajectories out flat; `version` is the policy version that the coming update will replace.
 
+    Without `summaries` (an ablation) summary segments are left out of everything but `sampled_tokens`.
     Raises `ValidationError` for an empty batch, a failed trajectory (it has no reward) or a token from a later version.
     """
     if not trajectories:
@@ -99,14 +108,18 @@ def flatten(trajectories: Sequence[Trajectory], version: int) -> Batch:
             raise ValidationError(
                 f"trajectory {trajectory.id.hex()}: failed ({trajectory.termination.reason}): it cannot be trained on"
             )
-    segments = [segment for trajectory in trajectories for segment in trajectory.segments]
+    kept = [
+        [index for index, segment in enumerate(t.segments) if summaries or segment.kind != "summary"]
+        for t in trajectories
+    ]
+    segments = [t.segments[index] for t, indices in zip(trajectories, kept, strict=True) for index in indices]
     lengths = np.array([segment.n_tokens for segment in segments], dtype=np.int64)
     segment_offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    counts = np.array([len(trajectory.segments) for trajectory in trajectories], dtype=np.int64)
+    counts = np.array([len(indices) for indices in kept], dtype=np.int64)
     trajectory_offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     positions = [
-        (segment_offsets[first + segment] + position, reward)
-        for first, trajectory in zip(trajectory_offsets, trajectories, strict=False)
+        (segment_offsets[first + indices.index(segment)] + position, reward)
+        for first, trajectory, indices in zip(trajectory_offsets, trajectories, kept, strict=False)
         for segment, position, reward in trajectory.turn_rewards
     ]
     turn_rewards = None
@@ -126,6 +139,9 @@ def flatten(trajectories: Sequence[Trajectory], version: int) -> Batch:
         temperatures=np.array([trajectory.temperature for trajectory in trajectories], dtype=np.float32),
         truncated=np.array([trajectory.termination.kind == "truncated" for trajectory in trajectories], dtype=np.bool_),
         turn_rewards=turn_rewards,
+        summary=np.array([segment.kind == "summary" for segment in segments], dtype=np.bool_),
+        compactions=np.array([int(t.metadata.get("compactions") or 0) for t in trajectories], dtype=np.int64),
+        sampled_tokens=sum(trajectory.n_actions for trajectory in trajectories),
     )
 
 

@@ -14,6 +14,7 @@ micro-batches and ranks, and divided once.
 | `advantage/mean`, `advantage/std`, `lambda/mean` | over action tokens; over trajectories |
 | `reward/mean`, `reward/success` | over trajectories; share that reaches `env.success_reward` |
 | `rollout/tokens`, `rollout/actions`, `rollout/turns`, `rollout/segments` | means per trajectory |
+| `rollout/compactions`, `rollout/summary_tokens` | mean per trajectory; mean length of a summary of the policy |
 | `rollout/actions_max`, `lag/mean`, `lag/max` | longest; policy versions behind, over action tokens |
 | `tokens/action`, `tokens/trained`, `tokens/masked` | action tokens of the batch; with, without gradient |
 | `time/CAUSE_s`, `time/idle_share` | seconds by cause; share of the step spent waiting for a batch |
@@ -69,6 +70,7 @@ def describe(batch: Batch, success_reward: float) -> dict[str, float]:
         "reward/success": (batch.rewards >= success_reward).mean(),
         "rollout/tokens": len(mask) / count,
         "rollout/actions": actions.mean(),
+        "rollout/compactions": batch.compactions.mean(),
         "rollout/actions_max": actions.max(),
         "rollout/turns": starts.sum() / count,
         "rollout/segments": len(batch.lengths) / count,
@@ -76,6 +78,9 @@ def describe(batch: Batch, success_reward: float) -> dict[str, float]:
         "lag/mean": lags.mean(),
         "lag/max": lags.max(),
     }
+    if batch.summary.any():
+        tokens = np.bincount(batch.segment_of_token[mask], minlength=len(batch.summary))
+        numbers["rollout/summary_tokens"] = tokens[batch.summary].mean()
     return {name: float(number) for name, number in numbers.items()}
 
 

@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from sao.algorithms.advantage import advantages as estimate_advantages
 from sao.algorithms.dis import dis_loss
-from sao.algorithms.logprob import token_entropies, token_logprobs
 from sao.algorithms.ppo import ppo_loss
 from sao.algorithms.value import value_loss
 from sao.algorithms.whiten import whiten
@@ -37,6 +36,7 @@ from sao.learner.export import export, full_tensors
 from sao.learner.metrics import Clock, PolicySums, describe, describe_advantages, describe_values
 from sao.learner.model import load_critic, load_policy
 from sao.learner.optim import Optimizer
+from sao.learner.record import Record
 from sao.learner.world import World
 from sao.transport.weights import WeightsRef, publish
 
@@ -55,6 +55,7 @@ class StepResult:
     masked_tokens: int
     weights: WeightsRef | None  # published by this step (rank 0)
     skipped: str | None  # why nothing, or not all, was updated
+    arrays: dict[str, NDArray[Any]] | None = None  # what `sao.telemetry.recording` keeps, if that is wanted
 
 
 class Learner:
@@ -84,6 +85,7 @@ class Learner:
         self.steps = 0
         self.skipped_total = 0
         self._skipped_in_a_row = 0
+        self._record: Record | None = None
 
     def step(self, trajectories: Sequence[Trajectory]) -> StepResult:
         """Trains on a batch: rollouts in any order, the same on every rank.
@@ -93,11 +95,13 @@ class Learner:
         """
         clock, metrics, learner = Clock(), {}, self.config.learner
         with clock.of("plan"):
-            batch = flatten(trajectories, self.version)
+            batch = flatten(trajectories, self.version, summaries=self.config.compaction.train_summaries)
             plan = plan_rows(batch, self.world.size, learner.row_tokens, learner.rows_per_micro_batch)
             self.world.agree("batch and plan", (int(plan.hash) ^ batch.checksum()) & (2**64 - 1))
             micro = micro_batches(batch, plan, self.world.rank, self.world.device)
             metrics.update(describe(batch, self.config.env.success_reward))
+            keep = self.config.telemetry.keep_trajectories > 0
+            self._record = Record(batch, plan, self.world.device) if keep else None
         metrics["policy/lr"] = self.policy_optimizer.set_step(self.steps)
         metrics["critic/lr"] = self.critic_optimizer.set_step(self.steps)
         warmup = self.steps < learner.critic_warmup_steps
@@ -112,7 +116,7 @@ class Learner:
             self.version += 1
             with clock.of("publish"):
                 weights = self._publish()
-        return self._end(clock, metrics, n_actions, kept, weights, skipped)
+        return self._end(clock, metrics, batch.sampled_tokens, kept, weights, skipped)
 
     # -- the critic, and what it says about the batch
 
@@ -152,6 +156,8 @@ class Learner:
         if algorithm.whiten_advantages:
             advantages = whiten(advantages, batch.action_mask)
         metrics.update(describe_advantages(batch, advantages, lambdas))
+        if self._record is not None:
+            self._record.put(advantages=advantages, targets=targets, values=values)
         return torch.from_numpy(advantages).to(self.world.device), None
 
     def _critic_pass(self, micro: list[MicroBatch], targets: torch.Tensor) -> tuple[float, NDArray[np.float32]]:
@@ -225,13 +231,12 @@ class Learner:
         loss_of = dis_loss if algorithm.policy_loss == "dis" else ppo_loss
         sums = PolicySums(algorithm.eps_low, algorithm.eps_high, self.world.device)
         totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)  # loss, tokens kept
-        token_weights, trajectories = self._trajectory_weights(batch)
+        token_weights, units = self._unit_weights(batch)
         with clock.of("policy"):
             for part in micro:
                 fresh = part.lags <= self.config.staleness.max_lag
-                logits = self.policy(part, fresh)
-                temperatures, rollout = part.temperatures[fresh], part.rollout_logprobs[fresh]
-                logprobs = token_logprobs(logits=logits, token_ids=part.action_ids[fresh], temperatures=temperatures)
+                rollout = part.rollout_logprobs[fresh]
+                logprobs, entropies = self.policy(part, fresh, chunk_tokens=self.config.learner.logprob_chunk_tokens)
                 loss = loss_of(
                     logprobs=logprobs,
                     rollout_logprobs=rollout,
@@ -240,9 +245,10 @@ class Learner:
                     eps_high=algorithm.eps_high,
                     token_weights=None if token_weights is None else token_weights[part.flat[fresh]],
                 )
+                if self._record is not None:
+                    self._record.add_logprobs(part.flat[fresh], logprobs)
                 loss.total.backward()  # also over no tokens: every rank runs the same collectives
                 totals += torch.stack([loss.total.detach().double(), loss.kept.double()])
-                entropies = token_entropies(logits=logits.detach(), temperatures=temperatures)
                 sums.add(
                     logprobs=logprobs.detach(), rollout_logprobs=rollout, entropies=entropies, lags=part.lags[fresh]
                 )
@@ -250,7 +256,7 @@ class Learner:
             self.world.total(sums.sums)
             self.world.largest(sums.maxima)
         kept = int(totals[1])
-        count = {"all": n_actions, "kept": kept, "trajectory": trajectories}[algorithm.denominator]
+        count = {"all": n_actions, "kept": kept}.get(algorithm.denominator, units)
         metrics["loss/policy"] = float(totals[0]) / count if count else 0.0
         metrics.update(sums.metrics(n_actions))
         if kept == 0:
@@ -259,13 +265,19 @@ class Learner:
         skipped = self._apply(self.policy_optimizer, count, "policy", "", clock, metrics)
         return (0 if skipped else kept), skipped
 
-    def _trajectory_weights(self, batch: Batch) -> tuple[torch.Tensor | None, int]:
-        """For each token 1 / action tokens of its trajectory (at least one); and the number of trajectories."""
-        if self.config.algorithm.denominator != "trajectory":
+    def _unit_weights(self, batch: Batch) -> tuple[torch.Tensor | None, int]:
+        """For a mean of means: for each token 1 / action tokens of its trajectory or segment; and how many there are.
+
+        A segment without action tokens is not counted.
+        """
+        unit = self.config.algorithm.denominator
+        if unit not in ("trajectory", "segment"):
             return None, 0
-        owner = batch.trajectory_of_token
-        actions = np.bincount(owner[batch.action_mask], minlength=batch.n_trajectories)
-        return torch.from_numpy(1.0 / actions[owner]).to(self.world.device), batch.n_trajectories
+        owner = batch.trajectory_of_token if unit == "trajectory" else batch.segment_of_token
+        actions = np.bincount(owner[batch.action_mask], minlength=int(owner[-1]) + 1)
+        weights = 1.0 / np.maximum(actions, 1)[owner]
+        units = batch.n_trajectories if unit == "trajectory" else int(np.count_nonzero(actions))
+        return torch.from_numpy(weights).to(self.world.device), units
 
     # -- ends
 
@@ -291,7 +303,7 @@ class Learner:
         self,
         clock: Clock,
         metrics: dict[str, float],
-        n_actions: int,
+        sampled: int,
         kept: int,
         weights: WeightsRef | None,
         skipped: str | None,
@@ -300,13 +312,14 @@ class Learner:
         self.skipped_total += skipped is not None
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         metrics.update({f"time/{cause}_s": seconds for cause, seconds in clock.seconds.items()})
-        metrics["tokens/trained"], metrics["tokens/masked"] = float(kept), float(n_actions - kept)
+        metrics["tokens/trained"], metrics["tokens/masked"] = float(kept), float(sampled - kept)
         metrics["step/skipped"], metrics["step/skipped_total"] = float(skipped is not None), float(self.skipped_total)
         metrics["step/version"] = float(self.version)
         if self._skipped_in_a_row >= self.config.learner.max_skipped_in_a_row:
             raise LearnerError(f"{self._skipped_in_a_row} steps in a row were skipped; the last one: {skipped}")
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        return StepResult(self.steps, self.version, metrics, kept, n_actions - kept, weights, skipped)
+        arrays = None if self._record is None else self._record.finish(self.world)
+        return StepResult(self.steps, self.version, metrics, kept, sampled - kept, weights, skipped, arrays)
 
     def export(self, checkpoints: Path) -> Path:
         """Writes the Hugging Face folder `checkpoints/step-N` of the current state; returns its path."""
