@@ -39,7 +39,7 @@ def run(model, part):
     with torch.no_grad():
         if isinstance(model, Critic):
             return model(part, part.state_rows, part.state_columns)
-        return model(part)
+        return model.logits(part)
 
 
 @pytest.mark.parametrize("name", ["policy", "critic"])

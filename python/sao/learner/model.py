@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from sao.algorithms.logprob import Head, score
 from sao.errors import ConfigError, WeightsError
 from sao.learner.batch import MicroBatch
 from sao.learner.world import World
@@ -28,33 +29,60 @@ _MIXER_CLASS = re.compile(r"(Attention|Attn|Mixer|DeltaNet|ShortConv)(2D|Block)?
 
 
 class Policy(nn.Module):
-    """A causal language model that returns logits at chosen positions only."""
+    """A causal language model that scores the action tokens of a micro-batch."""
 
     def __init__(self, lm: Any) -> None:
         super().__init__()
         self.lm = lm.eval()
-        self._chosen: tuple[Tensor, Tensor] | None = None
-        # The head is where positions are chosen, so that whatever a model does to its logits afterwards (scaling,
-        # soft caps) still happens, and nothing of vocabulary size is ever computed for context.
-        lm.get_output_embeddings().register_forward_pre_hook(self._choose)
 
-    def forward(self, batch: MicroBatch, chosen: Tensor | None = None) -> Tensor:
-        """Logits [n, vocabulary] that predict the n action tokens of `batch` (or those where bool[n] `chosen`)."""
+    def forward(
+        self, batch: MicroBatch, chosen: Tensor | None = None, *, chunk_tokens: int = 1024
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs (differentiable) and entropies of the n action tokens of `batch` (or those of bool[n] `chosen`).
+
+        Both float32[n] or better, under each token's own temperature. `chunk_tokens`: see `algorithms.logprob.score`.
+        """
+        ids, temperatures = batch.action_ids, batch.temperatures
+        if chosen is not None:
+            ids, temperatures = ids[chosen], temperatures[chosen]
+        hidden, head = self._states(batch, chosen)
+        return score(head, hidden, token_ids=ids, temperatures=temperatures, chunk_tokens=chunk_tokens)
+
+    def logits(self, batch: MicroBatch, chosen: Tensor | None = None) -> Tensor:
+        """Logits [n, vocabulary] that predict the same tokens; not for a sharded model."""
+        hidden, head = self._states(batch, chosen)
+        return head(hidden)
+
+    def _states(self, batch: MicroBatch, chosen: Tensor | None) -> tuple[Tensor, Head]:
+        """The states [n, width] that predict the tokens, and what makes logits of them."""
         rows, columns = batch.state_rows, batch.state_columns
-        self._chosen = (rows, columns) if chosen is None else (rows[chosen], columns[chosen])
-        try:
-            output = self.lm(
-                input_ids=batch.token_ids,
-                position_ids=batch.position_ids,
-                attention_mask=batch.attention_mask,
-                use_cache=False,
-            )
-        finally:
-            self._chosen = None
-        return output.logits
+        output = self.lm.base_model(
+            input_ids=batch.token_ids,
+            position_ids=batch.position_ids,
+            attention_mask=batch.attention_mask,
+            use_cache=False,
+        )
+        hidden = output.last_hidden_state
+        hidden = hidden[rows, columns] if chosen is None else hidden[rows[chosen], columns[chosen]]
+        return hidden, lambda states: head_of(self.lm, output, states)
 
-    def _choose(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        return None if self._chosen is None else (inputs[0][self._chosen],)
+
+def head_of(lm: Any, output: Any, states: Tensor) -> Tensor:
+    """Logits [n, vocabulary] of hidden states [n, width]: the model's own code behind its backbone.
+
+    Positions are chosen in front of the head, so that nothing of vocabulary size is computed for context, and whatever
+    a model does to its logits afterwards (scaling, soft caps) still happens. `output` is what the backbone returned.
+    """
+    body = lm.base_model
+    answer = type(output)(**{**output, "last_hidden_state": states[None]})
+    before = body.__dict__.get("forward")
+    body.forward = lambda *_, **__: answer
+    try:
+        return lm(input_ids=states.new_zeros(1, states.shape[0], dtype=torch.int64), use_cache=False).logits[0]
+    finally:
+        del body.forward
+        if before is not None:
+            body.forward = before
 
 
 class Critic(nn.Module):
@@ -140,13 +168,8 @@ def check_packing(lm: Any, context_tokens: int, path: str | Path) -> None:
         owner = torch.tensor([sum(i >= s for s in starts) for i in range(len(tokens))])
         mask = (owner[:, None] == owner[None, :]) & torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
         positions = torch.tensor([i - max(s for s in starts if s <= i) for i in range(len(tokens))])
-        hidden = lm.base_model(
-            input_ids=torch.tensor([tokens]),
-            position_ids=positions[None],
-            attention_mask=mask[None, None],
-            use_cache=False,
-        ).last_hidden_state
-        return hidden[0, -len(second) :].double()
+        inputs = {"input_ids": torch.tensor([tokens]), "position_ids": positions[None], "use_cache": False}
+        return lm.base_model(**inputs, attention_mask=mask[None, None]).last_hidden_state[0, -len(second) :].double()
 
     with torch.no_grad():
         alone, packed = last(second, [0]), last(first + second, [0, len(first)])
