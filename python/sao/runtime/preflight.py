@@ -9,6 +9,7 @@ from pathlib import Path
 from sao.config import Config
 from sao.envs import registry
 from sao.errors import ConfigError, EnvironmentFailure
+from sao.generator.compaction import templates
 from sao.runtime import folders, launch
 
 ENGINE_PACKAGES = {
@@ -28,6 +29,7 @@ def check(config: Config, *, overwrite: bool = False, run_folder: bool = True) -
         *model_folder("model.path", Path(config.model.path)),
         *(model_folder("learner.critic_path", Path(config.learner.critic_path)) if config.learner.critic_path else []),
         *environment(config),
+        *compaction(config),
     ]
     if run_folder and (fault := folders.run_folder_fault(config.folder, overwrite=overwrite)):
         faults.append(fault)
@@ -79,6 +81,48 @@ def environment(config: Config) -> list[str]:
     except Exception as error:  # the environment's own code, given arguments that it did not expect
         return [f"env.args: {config.env.name!r} refused {config.env.args}: {type(error).__name__}: {error}"]
     return []
+
+
+def compaction(config: Config) -> list[str]:
+    """What is wrong with the texts, the summariser and the lengths of `[compaction]`.
+
+    The markup around the summary request is known only to a generator, which checks again with it.
+    """
+    part, sampling = config.compaction, config.sampling
+    if not part.enabled:
+        return []
+    faults = model_folder("compaction.summariser", Path(part.summariser), tokenizer=True) if part.summariser else []
+    try:
+        request, _ = templates(config)
+    except ConfigError as error:
+        return [*faults, str(error)]
+    if (size := _tokens(Path(config.model.path), request.text)) is None:
+        return faults
+    needed = sampling.max_response_tokens + part.observation_cap_tokens + size + part.max_summary_tokens
+    threshold = part.threshold_tokens or needed
+    caps = f"response cap + observation cap + summary request of {size} tokens + summary cap = {needed}"
+    if threshold < needed and not part.clip:
+        faults.append(
+            f"compaction.threshold_tokens: {threshold} must be at least {caps}; set compaction.clip = true to permit it"
+        )
+    if threshold >= sampling.context_tokens:
+        faults.append(
+            f"compaction.threshold_tokens: {threshold} ({caps}) must be below sampling.context_tokens"
+            f" = {sampling.context_tokens}"
+        )
+    return faults
+
+
+def _tokens(folder: Path, text: str) -> int | None:
+    """Length of a text under the folder's tokenizer; None when that cannot be known here."""
+    if importlib.util.find_spec("tokenizers") is None or not (folder / "tokenizer.json").is_file():
+        return None
+    from tokenizers import Tokenizer  # of the extra `train`; loads neither torch nor transformers
+
+    try:
+        return len(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids)
+    except Exception:  # not a tokenizer; the generator says so with the library's own words
+        return None
 
 
 def _has_chat_template(folder: Path) -> bool:
