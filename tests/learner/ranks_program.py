@@ -66,6 +66,9 @@ def run(scenario: str, model: Path, out: Path, world: World) -> None:
     dtype = "float32" if scenario == "float32" else "float64"
     if dtype == "float32":
         settings = {"learner__policy_lr": 1e-4, "learner__critic_lr": 1e-4}
+    if world.size == 4:  # what saves memory must not change a number either
+        settings |= {"model__activation_checkpointing": True, "learner__logprob_chunk_tokens": 7}
+        settings |= {"learner__offload_optimizer": True}
     weights = out / "weights"
     if world.rank == 0:
         weights.mkdir(parents=True)

@@ -133,13 +133,13 @@ class TestProbe:
 
 
 def test_attention_is_frozen_and_nothing_else(tiny_model):
-    critic = load_critic(tiny_model, None, "attention", "float32", ALONE)
+    critic = load_critic(make_config(tiny_model, model__dtype="float32"), ALONE)
     frozen = {name for name, parameter in critic.named_parameters() if not parameter.requires_grad}
     assert len(frozen) == 8 and all(".self_attn." in name for name in frozen)
     trained = {name for name, parameter in critic.named_parameters() if parameter.requires_grad}
     assert {"head.weight", "head.bias", "backbone.embed_tokens.weight", "backbone.norm.weight"} <= trained
     assert {f"backbone.layers.{n}.post_attention_layernorm.weight" for n in (0, 1)} <= trained
-    free = load_critic(tiny_model, None, "none", "float32", ALONE)
+    free = load_critic(make_config(tiny_model, learner__critic_frozen="none"), ALONE)
     assert all(parameter.requires_grad for parameter in free.parameters())
 
 
@@ -160,8 +160,8 @@ def test_token_mixers_of_other_kinds_are_found():
 
 
 def test_the_critic_starts_as_the_policy_with_a_zero_head(tiny_model):
-    critic = load_critic(tiny_model, None, "attention", "float32", ALONE)
-    policy = load_policy(tiny_model, "float32", ALONE, 64)
+    critic = load_critic(make_config(tiny_model, model__dtype="float32"), ALONE)
+    policy = load_policy(make_config(tiny_model, model__dtype="float32"), ALONE)
     backbone = policy.lm.base_model.state_dict()
     assert all(torch.equal(backbone[name], tensor) for name, tensor in critic.backbone.state_dict().items())
     (part,) = one_batch(random_batch(0, 3))
@@ -170,7 +170,7 @@ def test_the_critic_starts_as_the_policy_with_a_zero_head(tiny_model):
 
 def test_a_model_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match="nowhere"):
-        load_policy(tmp_path / "nowhere", "float32", ALONE, 64)
+        load_policy(make_config(tmp_path / "nowhere"), ALONE)
     assert make_config(make_folder(tmp_path / "model")).model.path == str(tmp_path / "model")
 
 

@@ -56,7 +56,7 @@ def numbers(result):
 def test_three_steps_equal_the_plain_oracle(tiny_model, settings):
     config = make_config(tiny_model, **settings)
     learner = Learner(config)
-    oracle = Oracle(load_policy(tiny_model, "float64", World.alone(), 64).lm, config)
+    oracle = Oracle(load_policy(config, World.alone()).lm, config)
     if config.learner.weight_decay:  # the oracle knows no groups: put everything that decays nowhere into none
         for adam in (oracle.critic_adam, oracle.policy_adam):
             decaying = [p for p in adam.param_groups[0]["params"] if p.ndim >= 2]
@@ -107,10 +107,12 @@ def run_two(tiny_model, order=None, **settings):
         {"learner__rows_per_micro_batch": 3},
         {"learner__rows_per_micro_batch": 64},
         {"learner__row_tokens": 512},
+        {"learner__logprob_chunk_tokens": 5},
+        {"model__activation_checkpointing": True},
         {"order": [5, 11, 0, 3, 1, 2, 4, 10, 9, 8, 7, 6]},
         {"algorithm__lambda_critic": 1.0 - 1e-15},
     ],
-    ids=["rows-1", "rows-3", "rows-64", "long-rows", "order", "values-in-their-own-pass"],
+    ids=["rows-1", "rows-3", "rows-64", "long-rows", "chunks", "activations", "order", "values-in-their-own-pass"],
 )
 def test_nothing_depends_on_packing_micro_batches_or_order(tiny_model, reference, settings):
     results, parameters = run_two(tiny_model, **settings)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from sao import _core
 from sao.errors import ValidationError
+from sao.learner.attention import FLASH, SDPA, mask
 
 if TYPE_CHECKING:
     from sao.trajectory import Trajectory
@@ -82,7 +83,7 @@ class MicroBatch:
 
     token_ids: torch.Tensor  # int64[R, L]
     position_ids: torch.Tensor  # int64[R, L], restarting at 0 in every segment
-    attention_mask: torch.Tensor  # bool[R, 1, L, L], true where a position may look
+    attention_mask: Any  # what keeps segments apart, see `attention.mask`; bool[R, 1, L, L] for sdpa
     state_rows: torch.Tensor  # int64[n], row of the state before each action token
     state_columns: torch.Tensor  # int64[n], its position
     action_ids: torch.Tensor  # int64[n]
@@ -161,8 +162,8 @@ def plan_rows(batch: Batch, ranks: int, row_tokens: int, rows_per_micro_batch: i
     return _core.plan(lengths, ranks, longest, row_tokens * rows_per_micro_batch // longest)
 
 
-def micro_batches(batch: Batch, plan: Any, rank: int, device: torch.device) -> list[MicroBatch]:
-    """Builds this rank's micro-batches; all ranks get the same number.
+def micro_batches(batch: Batch, plan: Any, rank: int, device: torch.device, attention: str = SDPA) -> list[MicroBatch]:
+    """Builds this rank's micro-batches for an implementation of attention; all ranks get the same number.
 
     A rank without work in a micro-batch gets one row of padding and no action token: it takes part in every collective
     and adds zero to every sum.
@@ -170,15 +171,23 @@ def micro_batches(batch: Batch, plan: Any, rank: int, device: torch.device) -> l
     mine = np.asarray(plan.rank) == rank
     groups = [np.flatnonzero(mine & (np.asarray(plan.micro_batch) == index)) for index in range(plan.n_micro_batches)]
     temperatures = batch.temperatures[batch.trajectory_of_token]
-    return [_build(batch, plan, segments, temperatures, device) for segments in groups]
+    return [_build(batch, plan, segments, temperatures, device, attention) for segments in groups]
 
 
 def _build(
-    batch: Batch, plan: Any, segments: NDArray[np.int64], temperatures: NDArray[np.float32], device: torch.device
+    batch: Batch,
+    plan: Any,
+    segments: NDArray[np.int64],
+    temperatures: NDArray[np.float32],
+    device: torch.device,
+    attention: str,
 ) -> MicroBatch:
     starts, lengths = batch.segment_offsets[:-1][segments], batch.lengths[segments]
-    rows = np.unique(np.asarray(plan.row)[segments], return_inverse=True)[1]
-    places = np.asarray(plan.position)[segments].astype(np.int64)
+    if attention == FLASH:  # one row: position ids are all that says where a segment begins
+        rows, places = np.zeros(len(segments), dtype=np.int64), np.cumsum(lengths) - lengths
+    else:
+        rows = np.unique(np.asarray(plan.row)[segments], return_inverse=True)[1]
+        places = np.asarray(plan.position)[segments].astype(np.int64)
     n_rows = int(rows.max(initial=0)) + 1
     width = int((places + lengths).max(initial=1))
     # Index arithmetic over all tokens of the group at once: which flat token goes to which row and column.
@@ -197,12 +206,10 @@ def _build(
     def put(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
 
-    owners = put(owner, torch.int64)
-    causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
     return MicroBatch(
         token_ids=put(token_ids, torch.int64),
         position_ids=put(position_ids, torch.int64),
-        attention_mask=((owners[:, :, None] == owners[:, None, :]) & causal)[:, None],
+        attention_mask=mask(put(owner, torch.int64), attention),
         state_rows=put(row[action], torch.int64),
         state_columns=put(column[action] - 1, torch.int64),
         action_ids=put(batch.token_ids[chosen], torch.int64),

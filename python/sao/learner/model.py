@@ -7,16 +7,20 @@ Dropout is off: what is scored must be what was sampled. A model that cannot kee
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from sao.algorithms.logprob import Head, score
+from sao.config import Config
 from sao.errors import ConfigError, WeightsError
+from sao.learner.attention import FLASH, SDPA, choose, mask
 from sao.learner.batch import MicroBatch
 from sao.learner.world import World
 
@@ -108,31 +112,31 @@ class Critic(nn.Module):
         return values if values.dtype == torch.float64 else values.float()
 
 
-def load_policy(path: str | Path, dtype: str, world: World, context_tokens: int) -> Policy:
-    """Loads the model folder as a sharded policy. Raises `ConfigError` if it cannot be loaded or packed."""
-    lm = _load(path, dtype)
-    check_packing(lm, context_tokens, path)
-    return shard(Policy(lm), dtype, world)
+def load_policy(config: Config, world: World) -> Policy:
+    """Loads `model.path` as a sharded policy. Raises `ConfigError` if it cannot be loaded or packed."""
+    lm = _load(config, config.model.path, world)
+    check_packing(lm, config.sampling.context_tokens, config.model.path, choose(config, world.device))
+    return shard(Policy(lm), config, world)
 
 
-def load_critic(
-    path: str | Path, critic_path: str | Path | None, frozen: Literal["attention", "none"], dtype: str, world: World
-) -> Critic:
-    """Loads the critic: the policy's model folder with a zero head, or `critic_path`.
+def load_critic(config: Config, world: World) -> Critic:
+    """Loads the critic: `model.path` with a zero head, or `learner.critic_path`.
 
-    `critic_path` may be another model folder or a checkpoint of a run (then the head comes with it). Raises
-    `ConfigError` or `WeightsError` naming the path.
+    `learner.critic_path` may be another model folder, a checkpoint of a run or a pretrained critic (then the head comes
+    with it). Raises `ConfigError` or `WeightsError` naming the path.
     """
-    source = Path(critic_path or path)
-    critic = Critic(_load(source, dtype).base_model)
-    if critic_path is not None and (source / CRITIC_FILE).exists():
+    critic_path, frozen = config.learner.critic_path, config.learner.critic_frozen
+    source = Path(critic_path or config.model.path)
+    trained = critic_path is not None and (source / CRITIC_FILE).exists()
+    critic = Critic(_load(config, source, world, weights=not trained).base_model)
+    if trained:
         try:
             critic.load_state_dict(load_file(source / CRITIC_FILE))
         except RuntimeError as error:
             raise WeightsError(f"{source / CRITIC_FILE}: {error}") from error
     if frozen == "attention" and not freeze_attention(critic.backbone):
         raise ConfigError(f"learner.critic_frozen: no attention or token-mixer module found in {source}")
-    return shard(critic, dtype, world)
+    return shard(critic, config, world)
 
 
 def freeze_attention(backbone: nn.Module) -> list[str]:
@@ -150,7 +154,7 @@ def freeze_attention(backbone: nn.Module) -> list[str]:
     return sorted(set(frozen))
 
 
-def check_packing(lm: Any, context_tokens: int, path: str | Path) -> None:
+def check_packing(lm: Any, context_tokens: int, path: str | Path, attention: str = SDPA) -> None:
     """Refuses a model in which one packed segment can see another (`ConfigError`): a probe with real weights.
 
     A sliding window shorter than `context_tokens` is refused too, since the explicit mask would widen it.
@@ -163,18 +167,20 @@ def check_packing(lm: Any, context_tokens: int, path: str | Path) -> None:
         raise ConfigError(f"model.path: {path}: attention window of {window} tokens is below {context_tokens} in use")
     vocabulary = text.vocab_size
     first, second = [t % vocabulary for t in (5, 9, 2, 7)], [t % vocabulary for t in (3, 8, 1, 6, 4)]
+    device = next(lm.parameters()).device
 
     def last(tokens: list[int], starts: list[int]) -> Tensor:
-        owner = torch.tensor([sum(i >= s for s in starts) for i in range(len(tokens))])
-        mask = (owner[:, None] == owner[None, :]) & torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
-        positions = torch.tensor([i - max(s for s in starts if s <= i) for i in range(len(tokens))])
-        inputs = {"input_ids": torch.tensor([tokens]), "position_ids": positions[None], "use_cache": False}
-        return lm.base_model(**inputs, attention_mask=mask[None, None]).last_hidden_state[0, -len(second) :].double()
+        owner = torch.tensor([[sum(i >= s for s in starts) for i in range(len(tokens))]], device=device)
+        positions = torch.tensor([[i - max(s for s in starts if s <= i) for i in range(len(tokens))]], device=device)
+        ids = torch.tensor([tokens], device=device)
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask(owner, attention)}
+        return lm.base_model(**inputs, use_cache=False).last_hidden_state[0, -len(second) :].double()
 
-    with torch.no_grad():
+    # Flash attention computes in bfloat16 only, and the parameters are float32 outside of FSDP.
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=attention == FLASH):
         alone, packed = last(second, [0]), last(first + second, [0, len(first)])
         other = last([(t + 1) % vocabulary for t in first] + second, [0, len(first)])
-    tolerance = 1e-4 if lm.dtype in (torch.float32, torch.float64) else 0.1
+    tolerance = 1e-4 if lm.dtype in (torch.float32, torch.float64) and attention == SDPA else 0.1
     gap = float((alone - packed).abs().max() / alone.abs().max().clamp(min=1e-9))
     if not torch.equal(packed, other) or not gap < tolerance:
         raise ConfigError(
@@ -182,24 +188,32 @@ def check_packing(lm: Any, context_tokens: int, path: str | Path) -> None:
         )
 
 
-def shard(model: Any, dtype: str, world: World) -> Any:
+def shard(model: Any, config: Config, world: World) -> Any:
     """Moves a model to the rank's device and shards it with FSDP2: every decoder layer, then the rest.
 
     Gradients are summed over ranks, not averaged: a step divides once, by its global count. bfloat16 means float32
     parameters and optimizer state, with bfloat16 in the passes and float32 in the reduction. Without a process group
-    (`World.alone`) the model is left as it is, all of it in `dtype`. One rank is sharded like many
-    (`docs/decisions/learner-step.md`).
+    (`World.alone`) the model is left as it is, all of it in `model.dtype`. One rank is sharded like many
+    (`docs/decisions/learner-step.md`). Raises `ConfigError` for `learner.offload_optimizer` without a process group.
     """
+    dtype, offload = config.model.dtype, config.learner.offload_optimizer
     model.to(world.device)
+    layers = [layer for group in model.modules() if _is_layer_list(group) for layer in group]
+    if config.model.activation_checkpointing:
+        for layer in layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     if world.mesh is None:
+        if offload:
+            raise ConfigError("learner.offload_optimizer: needs the process group that `sao train` makes")
         return model.to(DTYPES[dtype])
-    policy = MixedPrecisionPolicy()
+    options: dict[str, Any] = {"mesh": world.mesh}
     if dtype == "bfloat16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    layers = [module for module in model.modules() if _is_layer_list(module)]
-    for layer in (layer for group in layers for layer in group):
-        fully_shard(layer, mesh=world.mesh, mp_policy=policy)
-    fully_shard(model, mesh=world.mesh, mp_policy=policy)
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+    for layer in layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -212,15 +226,21 @@ def _is_layer_list(module: nn.Module) -> bool:
     return bool(kinds) and all(kind.endswith(("Layer", "Block")) for kind in kinds)
 
 
-def _load(path: str | Path, dtype: str) -> Any:
-    from transformers import AutoModelForCausalLM
+def _load(config: Config, path: str | Path, world: World, *, weights: bool = True) -> Any:
+    """The causal language model of a folder, on the rank's device; without `weights` as its config.json says."""
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    held = torch.float32 if dtype == "bfloat16" else DTYPES[dtype]
+    held = torch.float32 if config.model.dtype == "bfloat16" else DTYPES[config.model.dtype]
+    options: dict[str, Any] = {"dtype": held, "attn_implementation": choose(config, world.device)}
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=held, attn_implementation="sdpa", local_files_only=True, use_safetensors=True
-        ).eval()
+        if weights:
+            lm = AutoModelForCausalLM.from_pretrained(str(path), **options, local_files_only=True, use_safetensors=True)
+        else:
+            lm = AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(str(path), local_files_only=True), **options
+            )
+        return lm.eval().to(world.device)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"model.path: {path}: cannot be loaded: {error}") from error

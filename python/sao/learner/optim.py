@@ -73,7 +73,7 @@ class Optimizer:
         norms = iter(torch._foreach_norm(held)) if held else iter(())
         zero = torch.zeros((), dtype=torch.float64, device=self.world.device)
         squares = self.world.total(
-            torch.stack([zero if g is None else next(norms).double().square() for g in gradients])
+            torch.stack([zero if g is None else next(norms).to(zero).square() for g in gradients])
         )
         finite = squares.isfinite()
         norm = float(squares.sum().sqrt()) / count

@@ -31,6 +31,7 @@ from sao.algorithms.value import value_loss
 from sao.algorithms.whiten import whiten
 from sao.config import Config
 from sao.errors import LearnerError
+from sao.learner.attention import choose
 from sao.learner.batch import Batch, MicroBatch, flatten, micro_batches, plan_rows
 from sao.learner.export import export, full_tensors
 from sao.learner.metrics import Clock, PolicySums, describe, describe_advantages, describe_values
@@ -75,9 +76,9 @@ class Learner:
         torch.set_num_threads(config.learner.threads)
         torch.use_deterministic_algorithms(config.learner.deterministic)
         torch.manual_seed(config.run.seed)
-        model, learner = config.model, config.learner
-        self.policy = load_policy(model.path, model.dtype, self.world, config.sampling.context_tokens)
-        self.critic = load_critic(model.path, learner.critic_path, learner.critic_frozen, model.dtype, self.world)
+        learner = config.learner
+        self.policy, self.critic = load_policy(config, self.world), load_critic(config, self.world)
+        self._attention = choose(config, self.world.device)
         steps = config.run.steps
         self.policy_optimizer = Optimizer(self.policy, learner.policy_lr, learner, steps, self.world)
         self.critic_optimizer = Optimizer(self.critic, learner.critic_lr, learner, steps, self.world)
@@ -98,7 +99,7 @@ class Learner:
             batch = flatten(trajectories, self.version, summaries=self.config.compaction.train_summaries)
             plan = plan_rows(batch, self.world.size, learner.row_tokens, learner.rows_per_micro_batch)
             self.world.agree("batch and plan", (int(plan.hash) ^ batch.checksum()) & (2**64 - 1))
-            micro = micro_batches(batch, plan, self.world.rank, self.world.device)
+            micro = micro_batches(batch, plan, self.world.rank, self.world.device, self._attention)
             metrics.update(describe(batch, self.config.env.success_reward))
             keep = self.config.telemetry.keep_trajectories > 0
             self._record = Record(batch, plan, self.world.device) if keep else None

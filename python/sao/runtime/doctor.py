@@ -47,8 +47,12 @@ _TORCH_PROBE = """
 import json, torch
 from torch.backends.cpu import get_cpu_capability
 gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-flash = torch.backends.cuda.flash_sdp_enabled()
-print(json.dumps({"gpus": gpus, "cpu": get_cpu_capability(), "threads": torch.get_num_threads(), "flash": flash}))
+try:
+    from sao.learner.attention import available
+    kinds = available(torch.device("cuda" if gpus else "cpu"))
+except ImportError as error:
+    kinds = [f"unknown ({error})"]
+print(json.dumps({"gpus": gpus, "cpu": get_cpu_capability(), "threads": torch.get_num_threads(), "attention": kinds}))
 """
 
 
@@ -116,8 +120,7 @@ def _torch() -> list[Finding]:
     found = [Finding("torch", "ok", f"{version('torch')}, {has['threads']} threads by default")]
     found.append(Finding("devices", "ok", ", ".join(gpus) if gpus else f"CPU ({has['cpu']}), no GPU"))
     vllm = importlib.util.find_spec("vllm") is not None
-    attention = "flash attention" if gpus and has["flash"] else "torch's scaled dot product attention (CPU)"
-    engines = f"torch{', vllm' if vllm else ''}; attention of the learner: {attention}"
+    engines = f"torch{', vllm' if vllm else ''}; attention of the learner, best first: {', '.join(has['attention'])}"
     return [*found, Finding("engines", "ok", engines)]
 
 
