@@ -3,6 +3,10 @@
     L_VF = E_t[ (V(s_t) - target_t)^2 ],   target_t = A_t(lambda_critic) + V(s_t)
     EV   = 1 - Var(R - V) / Var(R)
 
+or, with `clipped_value_loss` (the implementation of VAPO and others, V_old frozen before the first update of the step):
+
+    L_VF = E_t[ max( (V - target)^2, (clip(V, V_old - c, V_old + c) - target)^2 ) ]
+
 V at an action token is the value of the state before that token. The mean is over all action tokens of the batch, and a
 token that is out of the policy's band or too old counts like any other.
 """
@@ -33,6 +37,32 @@ def value_loss(*, values: Tensor, targets: Tensor, mask: Tensor | None = None) -
     chosen = chosen if chosen.dtype == torch.float64 else chosen.float()
     error = chosen - targets[mask].detach().to(chosen.dtype)
     return ValueSums((error * error).sum(), mask.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class ClippedValueSums:
+    """As `ValueSums`; `clipped`: tokens whose value has left V_old +- clip (0-d int64)."""
+
+    total: Tensor
+    count: Tensor
+    clipped: Tensor
+
+
+def clipped_value_loss(
+    *, values: Tensor, old_values: Tensor, targets: Tensor, clip: float, mask: Tensor | None = None
+) -> ClippedValueSums:
+    """Sum of the larger of two squared errors, of V and of V held within `clip` of `old_values`; see `value_loss`.
+
+    `old_values` are those from before the step's first update, not a prediction of the same network now. There is no
+    gradient where the held value has the larger error.
+    """
+    mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    chosen = values[mask]
+    chosen = chosen if chosen.dtype == torch.float64 else chosen.float()
+    old, target = (tensor[mask].detach().to(chosen.dtype) for tensor in (old_values, targets))
+    held = chosen.clamp(min=old - clip, max=old + clip)
+    losses = torch.maximum((chosen - target).square(), (held - target).square())
+    return ClippedValueSums(losses.sum(), mask.sum(), ((chosen.detach() - old).abs() > clip).sum())
 
 
 def value_moments(*, values: Tensor, returns: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -40,6 +40,7 @@ class Batch:
     lags: NDArray[np.int32]  # [N], policy versions behind; -1 at non-actions
     segment_offsets: NDArray[np.int64]  # [S + 1], into tokens
     trajectory_offsets: NDArray[np.int64]  # [T + 1], into segments
+    ordinals: NDArray[np.int64]  # [T], of the tasks
     rewards: NDArray[np.float32]  # [T]
     temperatures: NDArray[np.float32]  # [T]
     truncated: NDArray[np.bool_]  # [T]
@@ -136,6 +137,7 @@ def flatten(trajectories: Sequence[Trajectory], version: int, *, summaries: bool
         lags=np.concatenate([_core.token_lags(s.action_mask, s.version_spans, version) for s in segments]),
         segment_offsets=segment_offsets,
         trajectory_offsets=trajectory_offsets,
+        ordinals=np.array([trajectory.task_ordinal for trajectory in trajectories], dtype=np.int64),
         rewards=np.array([trajectory.reward for trajectory in trajectories], dtype=np.float32),
         temperatures=np.array([trajectory.temperature for trajectory in trajectories], dtype=np.float32),
         truncated=np.array([trajectory.termination.kind == "truncated" for trajectory in trajectories], dtype=np.bool_),

@@ -38,28 +38,46 @@ def full_tensors(module: nn.Module, dtype: str, world: World) -> dict[str, torch
     return out if world.rank == 0 else None
 
 
-def export(
-    policy: Policy, critic: Critic, model_path: str | Path, target: Path, dtype: str, world: World, kept: int
+def write_model(
+    policy: Policy,
+    tensors: dict[str, torch.Tensor],
+    critic_tensors: dict[str, torch.Tensor] | None,
+    model_path: str | Path,
+    folder: Path,
+    dtype: str,
 ) -> None:
-    """Writes policy, critic and tokenizer as the folder `target` (`.../checkpoints/step-N`) that transformers loads.
+    """Writes policy, critic and tokenizer into `folder` so that transformers and vLLM load it; on one rank.
+
+    The tensors are those of `full_tensors`. The critic, if there is one, goes into `critic.safetensors`
+    (`backbone.*`, `head.*`).
+    """
+    policy.lm.save_pretrained(folder, state_dict=tensors)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
+    if critic_tensors is not None:
+        save_file({name: tensor.contiguous() for name, tensor in critic_tensors.items()}, folder / CRITIC_FILE)
+    for pattern in _TOKENIZER_FILES:
+        for file in Path(model_path).glob(pattern):
+            shutil.copy(file, folder / file.name)
+
+
+def export(
+    policy: Policy, critic: Critic | None, model_path: str | Path, target: Path, dtype: str, world: World, kept: int
+) -> None:
+    """Writes policy, critic and tokenizer as the folder `target` (`.../step-N`) that transformers loads.
 
     The folder is written under a temporary name and renamed when complete; then all but the newest `kept` steps beside
-    it are removed. The critic goes into `critic.safetensors` (`backbone.*`, `head.*`). A collective; rank 0 writes.
+    it are removed. Nothing can be resumed from it: that is what `sao.learner.checkpoint` writes. A collective; rank 0
+    writes.
     """
     tensors = full_tensors(policy.lm, dtype, world)
-    critic_tensors = full_tensors(critic, dtype, world)
-    if tensors is None or critic_tensors is None:
+    critic_tensors = None if critic is None else full_tensors(critic, dtype, world)
+    if tensors is None:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.parent / f".{target.name}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
-    policy.lm.save_pretrained(temporary, state_dict=tensors)
-    config = json.loads((temporary / "config.json").read_text())
-    (temporary / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
-    save_file({name: tensor.contiguous() for name, tensor in critic_tensors.items()}, temporary / CRITIC_FILE)
-    for pattern in _TOKENIZER_FILES:
-        for file in Path(model_path).glob(pattern):
-            shutil.copy(file, temporary / file.name)
+    write_model(policy, tensors, critic_tensors, model_path, temporary, dtype)
     shutil.rmtree(target, ignore_errors=True)
     temporary.rename(target)
     steps = sorted(target.parent.glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))

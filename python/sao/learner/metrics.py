@@ -11,6 +11,8 @@ micro-batches and ranks, and divided once.
 | `critic/explained_variance` | 1 - Var(target - V) / Var(target), V before this step's passes; absent if undefined |
 | `critic/value_mean` | mean V at action tokens |
 | `logprob_gap/mean`, `logprob_gap/max` | abs(current - rollout) at tokens of lag 0; absent if there are none |
+| `loss/policy_K`, `policy/grad_norm_K`, `loss/positive` | of policy pass K (from 2); likelihood loss of successes |
+| `critic/clipped_K` | share of values that have left the clip of `value_loss = clipped` |
 | `advantage/mean`, `advantage/std`, `lambda/mean` | over action tokens; over trajectories |
 | `reward/mean`, `reward/success` | over trajectories; share that reaches `env.success_reward` |
 | `rollout/tokens`, `rollout/actions`, `rollout/turns`, `rollout/segments` | means per trajectory |
@@ -95,16 +97,10 @@ def describe_values(batch: Batch, values: NDArray[np.float32], targets: NDArray[
     return numbers if explained is None else {**numbers, "critic/explained_variance": explained}
 
 
-def describe_advantages(
-    batch: Batch, advantages: NDArray[np.float32], lambdas: NDArray[np.float64]
-) -> dict[str, float]:
+def describe_advantages(batch: Batch, advantages: NDArray[np.float32]) -> dict[str, float]:
     """Advantages as the policy sees them, over all action tokens; the same on every rank."""
     chosen = advantages[batch.action_mask].astype(np.float64)
-    return {
-        "advantage/mean": float(chosen.mean()),
-        "advantage/std": float(chosen.std()),
-        "lambda/mean": float(lambdas.mean()),
-    }
+    return {"advantage/mean": float(chosen.mean()), "advantage/std": float(chosen.std())}
 
 
 class PolicySums:

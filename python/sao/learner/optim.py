@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sao.config import LearnerSection
+from sao.learner.metrics import Clock
 from sao.learner.world import World
 
 
@@ -82,6 +83,17 @@ class Optimizer:
         scale = min(1.0, self.config.grad_clip / (norm + 1e-6)) / count
         torch._foreach_mul_(held, scale)
         return Gradient(norm, None)
+
+    def update(self, count: float, name: str, suffix: str, clock: Clock, metrics: dict[str, float]) -> str | None:
+        """`finish` and `step` of the model `name`; returns why nothing was updated, the same on every rank, or None."""
+        with clock.of("optimizer"):
+            gradient = self.finish(count)
+            if gradient.bad is not None:
+                self.clear()
+                return f"non-finite gradient of {name} {gradient.bad}"
+            metrics[f"{name}/grad_norm{suffix}"] = gradient.norm
+            self.step()
+        return None
 
     def step(self) -> None:
         """One AdamW update with the gradients that `finish` has left; clears them."""

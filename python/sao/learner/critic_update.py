@@ -1,0 +1,138 @@
+"""The critic's part of a step: K updates towards the targets, and the advantages that its values give.
+
+V      <- critic at the state before every action token, before any update of this step
+adv    <- GAE(lambda_policy of each trajectory); target <- GAE(lambda_critic) + V
+K times: critic <- one optimizer step on  sum of value losses / action tokens of the batch
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sao.algorithms.advantage import advantages as estimate_advantages
+from sao.algorithms.value import clipped_value_loss, value_loss
+from sao.config import Config
+from sao.learner.batch import Batch
+from sao.learner.metrics import describe_values
+from sao.learner.model import Critic
+from sao.learner.optim import Optimizer
+from sao.learner.work import Work
+from sao.learner.world import World
+
+Floats = NDArray[np.float32]
+
+
+class CriticUpdate:
+    """Runs the critic's part; every rank makes the same calls."""
+
+    def __init__(self, config: Config, world: World, critic: Critic, optimizer: Optimizer) -> None:
+        self.config, self.world, self.critic, self.optimizer = config, world, critic, optimizer
+
+    def run(self, work: Work) -> tuple[Floats | None, str | None]:
+        """K critic passes. Returns advantages float32[N] by flat index, or None and why the step is skipped."""
+        algorithm, batch, clock = self.config.algorithm, work.batch, work.clock
+        # With lambda_critic = 1 a target is a return and needs no value; then the first critic pass, which runs before
+        # any update, gives the values on its way and their own forward pass is saved.
+        returns = algorithm.lambda_critic == 1 and algorithm.skip_observations and not algorithm.bootstrap_truncated
+        values, bootstrap = np.zeros(len(batch.token_ids), dtype=np.float32), None
+        if not returns:
+            with clock.of("values"):
+                values, bootstrap = self._values(work)
+            if not np.isfinite(values[batch.action_mask]).all():
+                return None, "non-finite value of the critic"
+        with clock.of("advantages"):
+            advantages, targets, lambdas = self._estimate(batch, values, bootstrap)
+        for number in range(1, self.config.learner.critic_passes + 1):
+            # V_old is frozen here: what the critic said before the first update of this step. In a first pass that
+            # gives the values itself, V is V_old, and the two forms of the loss are one.
+            old = None if number == 1 and returns else torch.from_numpy(values).to(self.world.device)
+            with clock.of("critic"):
+                seen = self._pass(work, number, torch.from_numpy(targets).to(self.world.device), old)
+            skipped = self.optimizer.update(work.n_actions, "critic", f"_{number}", clock, work.metrics)
+            if skipped:
+                return None, skipped
+            if number == 1 and returns:
+                values = seen
+                with clock.of("advantages"):
+                    advantages, _, lambdas = self._estimate(batch, values, None)
+        work.metrics.update(describe_values(batch, values, targets))
+        if algorithm.advantage_values == "after":
+            with clock.of("values"):
+                after = self._values(work)
+            with clock.of("advantages"):
+                advantages, _, lambdas = self._estimate(batch, *after)
+        work.metrics["lambda/mean"] = float(lambdas.mean())
+        if work.record is not None:
+            work.record.put(targets=targets, values=values)
+        return advantages, None
+
+    def _pass(self, work: Work, number: int, targets: torch.Tensor, old: torch.Tensor | None) -> Floats:
+        """Leaves gradient sums in the critic. Returns its values by flat index, float32[N]; `old` as well."""
+        learner, n_actions = self.config.learner, work.n_actions
+        totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)  # loss, values outside of the clip
+        seen = torch.zeros(len(targets), dtype=torch.float32, device=self.world.device)
+        for part in work.micro:
+            values = self.critic(part, part.state_rows, part.state_columns)
+            target = targets[part.flat]
+            if learner.value_loss == "mse" or old is None:
+                total = value_loss(values=values, targets=target).total
+            else:
+                clipped = clipped_value_loss(
+                    values=values, old_values=old[part.flat], targets=target, clip=learner.value_clip
+                )
+                total = clipped.total
+                totals[1] += clipped.clipped
+            total.backward()
+            totals[0] += total.detach()
+            seen[part.flat] = values.detach().float()
+        self.world.total(totals)
+        work.metrics[f"loss/critic_{number}"] = float(totals[0]) / n_actions
+        if learner.value_loss == "clipped":
+            work.metrics[f"critic/clipped_{number}"] = float(totals[1]) / n_actions
+        return self.world.total(seen).cpu().numpy()
+
+    @torch.no_grad()
+    def _values(self, work: Work) -> tuple[Floats, Floats | None]:
+        """Value of the state before every action token, float32[N] by flat index, equal on all ranks; and bootstraps.
+
+        Every rank fills in its own tokens; the sum over ranks is exact, since all others hold 0 there.
+        """
+        batch, algorithm = work.batch, self.config.algorithm
+        everywhere = not algorithm.skip_observations or algorithm.bootstrap_truncated
+        after = torch.zeros(len(batch.token_ids) + 1, dtype=torch.float32, device=self.world.device)
+        for part in work.micro:
+            if everywhere:
+                rows, columns, flat = part.all_rows, part.all_columns, part.all_flat
+            else:
+                rows, columns, flat = part.state_rows, part.state_columns, part.flat - 1
+            after[flat + 1] = self.critic(part, rows, columns).float()
+        # after[k + 1] is the value of the state that ends with token k, so after[k] is that before token k.
+        found = self.world.total(after).cpu().numpy()
+        bootstrap = None
+        if algorithm.bootstrap_truncated:
+            ends = batch.segment_offsets[batch.trajectory_offsets[1:]]
+            bootstrap = np.where(batch.truncated, found[ends], np.float32(0.0)).astype(np.float32)
+        return found[:-1], bootstrap
+
+    def _estimate(
+        self, batch: Batch, values: Floats, bootstrap: Floats | None
+    ) -> tuple[Floats, Floats, NDArray[np.float64]]:
+        """Advantages, targets (float32[N]) and lambdas (float64[T]) from the native kernel, equal on all ranks."""
+        algorithm = self.config.algorithm
+        return estimate_advantages(
+            values,
+            batch.action_mask,
+            batch.segment_offsets,
+            batch.trajectory_offsets,
+            batch.rewards,
+            gamma=algorithm.gamma,
+            lambda_policy=None if isinstance(algorithm.lambda_policy, str) else algorithm.lambda_policy,
+            lambda_alpha=algorithm.lambda_alpha,
+            lambda_critic=algorithm.lambda_critic,
+            cross_segment=algorithm.cross_segment,
+            skip_observations=algorithm.skip_observations,
+            bootstrap=bootstrap,
+            turn_rewards=batch.turn_rewards,
+        )
