@@ -225,7 +225,7 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         with _environment(folder, self._threads, self._start_timeout_s):
-            arguments: dict[str, Any] = {"seed": self._seed}
+            arguments: dict[str, Any] = {"seed": self._seed % 2**32}  # numpy is seeded with it, which takes no more
             if current_platform.is_cpu():
                 arguments |= {"enforce_eager": True, "block_size": CPU_BLOCK_TOKENS}
                 arguments |= {"kv_cache_memory_bytes": CPU_KV_BYTES}
