@@ -72,3 +72,14 @@ def standing(state: State, now: float) -> str:
         text += f"; oldest: task {oldest.ordinal} attempt {oldest.attempt} on {oldest.generator}, "
         text += f"{now - oldest.started:.0f} s"
     return text
+
+
+def stuck(state: State) -> str:
+    """A buffer that is too small for one batch would wait for ever: why, or an empty text."""
+    book, store = state.book, state.store
+    full = store.room(book.n_leased, book.n_ready, 0) == 0
+    if not (state.takes and full) or book.running or state.leases:
+        return ""
+    ready, n, size = book.n_ready, state.takes[0].n, store.largest_bytes
+    text = f"the buffer is full with {ready} trajectories and the learner waits for {n}: raise buffer.max_bytes"
+    return f"{text} = {store.max_bytes} (largest trajectory: {size} bytes)"

@@ -8,15 +8,15 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any
 
 from sao import _core
-from sao.broker import report
+from sao.broker import intake, report
 from sao.broker.evals import EvalRounds
+from sao.broker.groups import INCOMPLETE, Groups
 from sao.broker.metrics import StepMeter
 from sao.broker.store import Store
-from sao.broker.tasks import Generator, Pool, Task, TaskBook, reason_code, task_seed
+from sao.broker.tasks import Generator, OpenLease, Pool, Take, Task, TaskBook, reason_code, task_seed
 from sao.broker.versions import Versions
 from sao.broker.wire import Wire
 from sao.config import Config
@@ -26,24 +26,6 @@ from sao.transport.messages import Buffer
 log = logging.getLogger(__name__)
 MAX_REASONS = 64  # different reasons of environments; further ones are counted as `failed_other`
 ACCEPTED = {"accepted": True, "reason": ""}
-
-
-@dataclass(slots=True)
-class Take:
-    """A learner's request that waits for `n` trajectories."""
-
-    key: Hashable
-    n: int
-    since: float
-    warned: float
-
-
-@dataclass(slots=True)
-class OpenLease:
-    """Trajectories that are with the learner, by the `take` that asked for them."""
-
-    key: Hashable
-    held: list[tuple[int, Any]]
 
 
 class State:
@@ -58,6 +40,7 @@ class State:
         self.versions = Versions()
         self.pool = Pool()
         self.book = TaskBook(ledger)
+        self.groups = Groups(config.algorithm.group_size, self.book)
         self.evals = EvalRounds(config.run.seed, config.eval.episodes, config.transport.rollout_timeout_s)
         self.meter = StepMeter(now, ledger.tokens()["sampled"])
         self.takes: deque[Take] = deque()
@@ -71,6 +54,8 @@ class State:
         self._trained_before: int = ledger.counts()["trained"]
         self._next_lease = 1
         self._last_evaluated = -1
+        for task in self.groups.broken():
+            self.book.drop(task, None, INCOMPLETE, 0)
 
     # -- generators
 
@@ -91,7 +76,8 @@ class State:
             count = len(generator.train) + len(generator.evals)
             self.event("warning", f"generator {name}: {reason}; {count} tasks in flight are started again")
             for ordinal in sorted(generator.train):
-                self.book.again(self.book.live[ordinal], generator, "generator_lost")
+                if ordinal in self.book.live:  # else its group has ended in this very loop
+                    self._again(self.book.live[ordinal], generator, "generator_lost")
             self.evals.lost(generator.evals)
         self.progress(now)
 
@@ -126,9 +112,13 @@ class State:
         if isinstance(task, str):
             return _refused(task)
         generator = self.pool.by_name.get(name)
-        fault = self._fault(name, facts, memoryview(header).nbytes + memoryview(payload).nbytes)
+        n_bytes = memoryview(header).nbytes + memoryview(payload).nbytes
+        fault, text = intake.fault(facts, n_bytes, self.store.max_bytes, self.versions)
+        if text:
+            self.event("error", f"generator {name}: {text}")
         if fault:
-            self.book.drop(task, generator, fault, tokens)
+            fault = f"failed_{self._reason(facts['reason'])}" if fault == intake.FAILED else fault
+            self._drop(task, generator, fault, tokens)
             self._failed(name, fault, f"task {ordinal}", now)
             self.progress(now)
             return _refused(fault)
@@ -144,13 +134,18 @@ class State:
         return ACCEPTED
 
     def failure(self, name: str, body: dict[str, Any], now: float) -> dict[str, Any]:
-        """A rollout failed: it is dropped under its reason, never trained, and a new task takes its place."""
+        """A rollout failed: it is dropped under its reason, never trained, and a new task takes its place; a member of
+        a group is played again.
+        """
         ordinal, attempt, tokens = body["ordinal"], body["attempt"], body["sampled_tokens"]
         task = self.book.current(ordinal, attempt, tokens)
         if isinstance(task, str):
             return _refused(task)
-        reason = self._reason(body["reason"])
-        self.book.drop(task, self.pool.by_name.get(name), f"failed_{reason}", tokens)
+        reason, generator = self._reason(body["reason"]), self.pool.by_name.get(name)
+        if self.groups.size > 1:
+            self._again(task, generator, f"failed_{reason}", tokens)
+        else:
+            self._drop(task, generator, f"failed_{reason}", tokens)
         self._failed(name, reason, str(body.get("detail", "")), now)
         self.progress(now)
         return ACCEPTED
@@ -200,8 +195,9 @@ class State:
         `ValidationError`.
         """
         limit = self.config.learner.batch_trajectories
-        if not 1 <= n <= limit:
-            raise ValidationError(f"take.n: {n} is not in [1, learner.batch_trajectories = {limit}]")
+        if not 1 <= n <= limit or n % self.groups.size:
+            what = f"{n} is not in [1, learner.batch_trajectories = {limit}]"
+            raise ValidationError(f"take.n: {what}, or no multiple of algorithm.group_size = {self.groups.size}")
         ending = self.done["reason"] if self.done else self.ending
         if ending:
             self.wire.no_batch(key, ending)
@@ -327,26 +323,10 @@ class State:
             self.finish(self.ending, now, ok=True)
             return
         self._dispatch(now)
-        self._check_stuck(now)
+        if self.done is None and (stuck := report.stuck(self)):
+            self.finish(stuck, now, ok=False)
 
     # -- inside: answers of generators
-
-    def _fault(self, name: str, facts: dict[str, Any], n_bytes: int) -> str:
-        """Why a well-formed trajectory cannot be trained, as a reason code; empty when it can."""
-        if facts["termination"] == "failed" or facts["reward"] is None:
-            return f"failed_{self._reason(facts['reason'])}"
-        if n_bytes > self.store.max_bytes:
-            return "larger_than_buffer"
-        if facts["max_version"] > self.versions.current:
-            self.event("error", f"generator {name}: tokens of version {facts['max_version']}, which is not published")
-            return "future_version"
-        try:
-            for version, fingerprint in facts["fingerprints"].items():
-                self.versions.verify(version, fingerprint)
-        except TransportError as error:
-            self.event("error", f"generator {name}: {error}")
-            return "wrong_fingerprint"
-        return ""
 
     def _reason(self, text: str) -> str:
         reason = reason_code(text)
@@ -369,10 +349,30 @@ class State:
         self.event("warning", f"stall: {what} is {age}; {'given up' if last else 'started again'}")
         self.wire.to_generator(task.generator, "cancel", {"ordinal": task.ordinal, "attempt": task.attempt})
         if last:
-            self.book.drop(task, generator, "deadline", 0)
+            self._drop(task, generator, "deadline", 0)
         else:
             task.timed_out = True
-            self.book.again(task, generator, "deadline")
+            self._again(task, generator, "deadline")
+
+    def _drop(self, task: Task, generator: Generator | None, reason: str, tokens: int) -> None:
+        """Ends a task without training, and with it its group."""
+        self.book.drop(task, generator, reason, tokens)
+        self._end_group(task)
+
+    def _again(self, task: Task, generator: Generator | None, reason: str, tokens: int = 0) -> None:
+        """Has a task started again; after its last attempt its group ends."""
+        if not self.book.again(task, generator, reason, tokens):
+            self._end_group(task)
+
+    def _end_group(self, lost: Task) -> None:
+        for task in self.groups.members(lost.ordinal):
+            generator, tokens = self.pool.by_name.get(task.generator), 0
+            if task.state == "running":
+                self.wire.to_generator(task.generator, "cancel", {"ordinal": task.ordinal, "attempt": task.attempt})
+            elif task.state == "ready":
+                self.store.discard(task.ordinal)
+                tokens = task.sampled_tokens
+            self.book.drop(task, generator, INCOMPLETE, tokens)
 
     def _drop_stale(self, task: Task) -> None:
         self.meter.ended(task.n_tokens, False)
@@ -399,7 +399,7 @@ class State:
 
     def _start(self, generator: Generator, now: float) -> dict[str, Any]:
         task = self.book.start(generator, now)
-        seed = task_seed(self.config.run.seed, "train", task.ordinal)
+        seed = task_seed(self.config.run.seed, "train", self.config.prompt_of(task.ordinal))
         return {"ordinal": task.ordinal, "attempt": task.attempt, "seed": seed, "split": "train"}
 
     # -- inside: leases and versions
@@ -414,6 +414,9 @@ class State:
         if self.config.staleness.discipline == "window":
             head = self.book.head(take.n)
             held = self.store.take_these(head) if head else []
+        elif self.groups.size > 1:
+            whole = self.groups.ready(take.n)
+            held = self.store.take_these(whole) if whole else []
         else:
             held = self.store.take(take.n)
         if not held:
@@ -480,14 +483,6 @@ class State:
         self.ending = self.ending or reason
         while self.takes:
             self.wire.no_batch(self.takes.popleft().key, reason)
-
-    def _check_stuck(self, now: float) -> None:
-        """A buffer that is too small for one batch would wait for ever: say so and stop."""
-        full = self.store.room(self.book.n_leased, self.book.n_ready, 0) == 0
-        if self.takes and full and not self.book.running and not self.leases and self.done is None:
-            ready, n, size = self.book.n_ready, self.takes[0].n, self.store.largest_bytes
-            text = f"the buffer is full with {ready} trajectories and the learner waits for {n}: raise buffer.max_bytes"
-            self.finish(f"{text} = {self.store.max_bytes} (largest trajectory: {size} bytes)", now, ok=False)
 
 
 def _refused(reason: str) -> dict[str, Any]:

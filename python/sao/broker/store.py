@@ -72,6 +72,12 @@ class Store:
             lease.give_back()
         return chosen
 
+    def discard(self, ordinal: int) -> None:
+        """Frees the trajectory of this task, wherever it waits."""
+        for _, lease in self.take_these([ordinal]):
+            lease.commit()
+        self._waiting = deque(entry for entry in self._waiting if entry[0] != ordinal)
+
     def keep_from(self, version: int, oldest: int | None) -> list[int]:
         """Tells the buffer the policy version; drops what is older than `oldest` and returns the ordinals."""
         return [ordinal_of(header) for header in self._buffer.advance(version, oldest)]

@@ -6,7 +6,7 @@ import hashlib
 import heapq
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -61,6 +61,24 @@ class Generator:
         """Takes an absolute number of free slots, as of `received` tasks received: later ones are on the way to it."""
         on_the_way = 0 if received is None else max(0, self.sent - received)
         self.free = max(0, free - on_the_way)
+
+
+@dataclass(slots=True)
+class Take:
+    """A learner's request that waits for `n` trajectories."""
+
+    key: Hashable
+    n: int
+    since: float
+    warned: float
+
+
+@dataclass(slots=True)
+class OpenLease:
+    """Trajectories that are with the learner, by the `take` that asked for them."""
+
+    key: Hashable
+    held: list[tuple[int, Any]]
 
 
 class Pool:
@@ -155,18 +173,25 @@ class TaskBook:
         self._stop(task, generator)
         task.state, task.finished = "ready", now
 
-    def again(self, task: Task, generator: Generator | None, reason: str) -> None:
-        """Puts a running task back to be started again; drops it at the last attempt."""
+    def again(self, task: Task, generator: Generator | None, reason: str, tokens: int = 0) -> bool:
+        """Puts a running task back to be started again, its `tokens` counted under `reason`; false: that was its last
+        attempt, it is dropped.
+        """
         if task.attempt + 1 >= MAX_ATTEMPTS:
-            self.drop(task, generator, reason, 0)
-            return
-        self.ledger.requeue(task.ordinal, reason, 0)
+            self.drop(task, generator, reason, tokens)
+            return False
+        self.ledger.requeue(task.ordinal, reason, tokens)
         self._stop(task, generator)
         task.state = "queued"
         heapq.heappush(self._queue, task.ordinal)
+        return True
 
     def drop(self, task: Task, generator: Generator | None, reason: str, tokens: int) -> None:
-        """Ends a running or ready task without training."""
+        """Ends a task that is not leased without training."""
+        if task.state == "queued":
+            self._queue.remove(task.ordinal)
+            heapq.heapify(self._queue)
+            task.attempt = self.ledger.issue(task.ordinal)
         self.ledger.drop(task.ordinal, task.attempt, reason, tokens)
         self.dropped[reason] += 1
         if task.state == "running":
@@ -176,10 +201,7 @@ class TaskBook:
     def drop_all(self, pool: Pool, reason: str) -> None:
         """Ends all tasks without training; none may be leased."""
         for task in list(self.live.values()):
-            if task.state == "queued":
-                self.ledger.issue(task.ordinal)
             self.drop(task, pool.by_name.get(task.generator), reason, task.sampled_tokens)
-        self._queue.clear()
 
     def lease(self, number: int, ordinals: list[int]) -> list[Task]:
         """Hands ready tasks to the learner."""
