@@ -38,6 +38,9 @@ def faults(config: Config) -> list[str]:
         ),
         f"algorithm.positive_weight: {algorithm.positive_weight} needs estimator = vapo (got {name})": name != "vapo"
         and algorithm.positive_weight > 0,
+        "algorithm.positive_weight: needs a denominator that is known before the pass (got kept)": (
+            algorithm.positive_weight > 0 and algorithm.denominator == "kept"
+        ),
         f"algorithm.baseline_window: has no effect with estimator = {name}": name not in ("running_mean", "prompt_mean")
         and _changed(config, "algorithm", "baseline_window"),
         f"algorithm.prompt_window: has no effect with estimator = {name}": name != "prompt_mean"

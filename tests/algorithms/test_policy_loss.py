@@ -8,9 +8,15 @@ import torch
 from sao.algorithms.dis import LossSums, dis_loss, dis_weights, log_ratio
 from sao.algorithms.logprob import token_entropies, token_logprobs
 from sao.algorithms.ppo import ppo_loss
+from sao.algorithms.tis import tis_loss
+from sao.algorithms.vapo import positive_loss
 
 MATH = {"eps_low": 0.3, "eps_high": 5.0}
-LOSSES = {"dis": (dis_loss, MATH), "ppo": (ppo_loss, {"eps_low": 0.2, "eps_high": 0.2})}
+LOSSES = {
+    "dis": (dis_loss, MATH),
+    "ppo": (ppo_loss, {"eps_low": 0.2, "eps_high": 0.2}),
+    "tis": (tis_loss, {"eps_low": 0.2, "eps_high": 1.0}),
+}
 F64 = torch.float64
 
 
@@ -137,6 +143,34 @@ def test_log_prob_of_bfloat16_logits_is_computed_in_float32():
 def test_entropy_of_a_uniform_and_of_a_sure_distribution():
     got = token_entropies(logits=torch.tensor([[0.0] * 8, [100.0] + [0.0] * 7]), temperatures=torch.ones(2))
     assert got.tolist() == pytest.approx([math.log(8), 0.0], abs=1e-6)
+
+
+def test_truncated_importance_sampling_cuts_weights_and_leaves_no_token_out():
+    ratios = t(0.01, 0.69, 1.5, 2.0, 8.0)
+    logp = t(-1, -2, -1, -3, -0.5).requires_grad_()
+    rollout = at_ratio(logp, ratios)
+    parts = tis_loss(logprobs=logp, rollout_logprobs=rollout, advantages=t(1, 1, -1, 1, 2), eps_low=0.3, eps_high=1.0)
+    mean(parts).backward()
+    torch.testing.assert_close(-logp.grad * 5, t(0.01, 0.69, -1.5, 2.0, 4.0))
+    assert (int(parts.count), int(parts.kept)) == (5, 5)
+
+
+def test_ppo_divides_by_the_policy_of_the_steps_start_when_it_is_given():
+    """Three arrays that differ: rollout -1.0, start of the step -1.2, current -1.5."""
+    given = {"logprobs": t(-1.5), "rollout_logprobs": t(-1.0), "advantages": t(1.0), "eps_low": 0.9, "eps_high": 9.0}
+    assert float(-ppo_loss(**given).total) == pytest.approx(0.606531, abs=1e-6)
+    old = t(-1.2).requires_grad_()
+    parts = ppo_loss(**given, old_logprobs=old)
+    assert float(-parts.total) == pytest.approx(0.740818, abs=1e-6)
+    assert not parts.total.requires_grad  # nothing flows into the old policy
+
+
+def test_likelihood_of_successes_counts_their_tokens_only():
+    logp = t(-1, -2, math.nan, -4).requires_grad_()
+    parts = positive_loss(logprobs=logp, positive=torch.tensor([True, True, False, False]))
+    mean(parts).backward()
+    assert mean(parts).item() == pytest.approx(1.5) and int(parts.count) == 2
+    torch.testing.assert_close(logp.grad, t(-0.5, -0.5, 0, 0))
 
 
 # -- properties of every policy loss

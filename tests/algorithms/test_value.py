@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sao.algorithms.value import explained_variance, value_loss, value_moments
+from sao.algorithms.value import clipped_value_loss, explained_variance, value_loss, value_moments
 from sao.algorithms.whiten import whiten
 
 F64 = torch.float64
@@ -21,6 +21,18 @@ def test_squared_error_of_the_worked_example():
     loss.backward()
     assert float(loss) == pytest.approx(0.215, abs=1e-12)
     torch.testing.assert_close(values.grad, torch.tensor([-0.25, -0.2, 0, 0, -0.3, -0.15], dtype=F64))
+
+
+def test_clipped_error_of_the_worked_example():
+    old = torch.tensor([0.5, 0.6, math.nan, 9, 0.4, 0.7], dtype=F64)
+    values = torch.tensor([0.8, 0.65, math.inf, -9, 0.1, 0.95], dtype=F64, requires_grad=True)
+    targets = torch.tensor([1, 1, 1e30, math.nan, 1, 1], dtype=F64)
+    parts = clipped_value_loss(values=values, old_values=old, targets=targets, clip=0.2, mask=MASK)
+    parts.total.backward()
+    assert float(parts.total) == pytest.approx(0.09 + 0.1225 + 0.81 + 0.01, abs=1e-12)
+    assert (int(parts.count), int(parts.clipped)) == (4, 3)
+    # First: the held value has the larger error and no gradient; third: V moved away and is pulled back.
+    torch.testing.assert_close(values.grad, torch.tensor([0, -0.7, 0, 0, -1.8, 0], dtype=F64))
 
 
 @pytest.mark.parametrize("garbage", [0.0, 1e30, math.nan, math.inf, -math.inf])
