@@ -67,7 +67,8 @@ class Learner:
     >>> result.metrics["loss/policy"], result.version
     """
 
-    NUMBERS = ("version", "steps", "skipped_total", "_skipped_in_a_row")  # what a checkpoint holds beside tensors
+    # What a checkpoint holds beside tensors.
+    NUMBERS = ("version", "steps", "skipped_total", "_skipped_in_a_row", "baseline_state")
 
     def __init__(self, config: Config, world: World | None = None, weights_folder: Path | None = None) -> None:
         """Loads policy and critic from `config.model.path`. Without a `weights_folder` nothing is published.
@@ -83,7 +84,7 @@ class Learner:
         self.policy = load_policy(config, self.world)
         self.policy_optimizer = Optimizer(self.policy, learner.policy_lr, learner, steps, self.world)
         self._policy_update = PolicyUpdate(config, self.world, self.policy, self.policy_optimizer)
-        self.baseline = Baseline(config)
+        self._baseline = Baseline(config)
         self.critic: Critic | None = None
         self.critic_optimizer: Optimizer | None = None
         self._critic_update: CriticUpdate | None = None
@@ -95,6 +96,15 @@ class Learner:
         self.steps = 0
         self.skipped_total = 0
         self._skipped_in_a_row = 0
+
+    @property
+    def baseline_state(self) -> dict[str, Any]:
+        """What an estimator without a critic remembers of earlier batches, as plain JSON."""
+        return self._baseline.state
+
+    @baseline_state.setter
+    def baseline_state(self, value: dict[str, Any]) -> None:
+        self._baseline.state = value
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:
@@ -136,7 +146,7 @@ class Learner:
         """Advantages float32[N] by flat index, the critic being updated on the way, or None and why there are none."""
         if self._critic_update is None:
             with work.clock.of("advantages"):
-                advantages = self.baseline.advantages(work.batch)
+                advantages = self._baseline.advantages(work.batch)
         else:
             found, skipped = self._critic_update.run(work)
             if found is None:
