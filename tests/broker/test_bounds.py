@@ -46,6 +46,27 @@ def test_larger_rollouts_than_ever_seen_wait_and_are_not_lost() -> None:
     world.ledger.check()
 
 
+def test_what_waits_for_room_grows_old_like_the_rest() -> None:
+    """A rollout outside the full buffer that has become too old meanwhile is dropped for its age, not trained."""
+    world = World(
+        config(
+            buffer={"max_trajectories": 64, "max_bytes": 65536},
+            staleness={"max_lag": 2, "stale": "drop"},
+            learner={"batch_trajectories": 2},
+        )
+    )
+    world.join("g0", 6)
+    for _ in range(6):
+        assert world.answer("g0", world.pop("g0"), n_sampled=1500)["accepted"]  # 13.6 KB each: four fit
+    assert world.state.store.n_waiting == 2
+    for version in range(1, 4):  # none of it is taken
+        world.state._publish({"version": version, "path": f"/w/{version}", "fingerprint": f"f{version}"})
+    world.state.tick(world.now)
+    assert world.state.store.n_waiting == world.ledger.counts()["ready"] == 0
+    assert world.ledger.tokens()["dropped"] == {"stale": 9000}
+    world.ledger.check()
+
+
 def test_a_buffer_too_small_for_a_batch_is_named() -> None:
     world = World(config(buffer={"max_trajectories": 64, "max_bytes": 65536}))
     world.join("g0", 8)

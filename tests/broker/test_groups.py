@@ -138,6 +138,23 @@ def test_a_group_that_a_killed_broker_has_torn_is_ended_at_the_start(tmp_path: A
     world.ledger.check()
 
 
+def test_a_whole_group_may_be_overdue_at_once() -> None:
+    """All members run out of time in one look at the clock: the first is given up, and the others end with it."""
+    world = grouped()
+    world.join("g0", 2)
+    first, second = world.pop("g0"), world.pop("g0")
+    world.now = 101.0
+    world.state.tick(world.now)  # both are started again
+    world.slots("g0", 2)
+    assert [(t["ordinal"], t["attempt"]) for t in world.tasks["g0"]] == [(0, 1), (1, 1)]
+    world.now = 202.0
+    world.state.tick(world.now)  # both have had their second chance
+    assert world.state.done is None
+    assert world.state.book.dropped == {"deadline": 1, "group_incomplete": 1}
+    assert [world.ledger.state(task["ordinal"]) for task in (first, second)] == ["finished", "finished"]
+    world.ledger.check()
+
+
 def test_single_rollouts_are_groups_of_their_own() -> None:
     book = TaskBook(_core.Ledger(None))
     assert Groups(1, book).broken() == []

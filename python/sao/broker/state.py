@@ -256,7 +256,8 @@ class State:
         for task in list(self.book.running.values()):
             if now - task.started < timeout:
                 break  # in the order of their start
-            self._overdue(task, now)
+            if task.ordinal in self.book.running:  # else its group has ended in this very loop
+                self._overdue(task, now)
         for take in self.takes:
             if now - take.warned >= 60.0:
                 take.warned = now
@@ -314,7 +315,8 @@ class State:
         """Everything that may have become possible: room in the buffer, takes, eval results, the end, new tasks."""
         if self.done is not None:
             return
-        self.store.refill()
+        if self.store.refill():
+            self._drop_too_old()  # versions may have advanced while these waited
         while self.takes and self._serve(self.takes[0], now):
             self.takes.popleft()
         while (result := self.evals.finish(now)) is not None:

@@ -46,10 +46,12 @@ class Store:
         if self._waiting or not self._fits(header, payload, min_version):
             self._waiting.append((ordinal, header, payload, min_version))
 
-    def refill(self) -> None:
-        """Moves what waits into the room that has become free."""
+    def refill(self) -> bool:
+        """Moves what waits into the room that has become free; whether anything moved."""
+        before = len(self._waiting)
         while self._waiting and self._fits(*self._waiting[0][1:]):
             self._waiting.popleft()
+        return len(self._waiting) < before
 
     def room(self, leased: int, ready: int, running: int) -> int:
         """Rollouts that may still be started when all that run come home as large as the largest seen so far."""
