@@ -5,10 +5,12 @@ import pytest
 import torch
 from learner.rollouts import make_config, make_segment, make_trajectory, random_batch
 from tiny_model import make_folder, make_model
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from sao.errors import ConfigError, ValidationError
 from sao.learner.batch import flatten, micro_batches, plan_rows
 from sao.learner.model import Critic, Policy, check_packing, freeze_attention, load_critic, load_policy
+from sao.learner.step import Learner
 from sao.learner.world import World
 
 ALONE = World.alone()
@@ -141,6 +143,41 @@ def test_attention_is_frozen_and_nothing_else(tiny_model):
     assert {f"backbone.layers.{n}.post_attention_layernorm.weight" for n in (0, 1)} <= trained
     free = load_critic(make_config(tiny_model, learner__critic_frozen="none"), ALONE)
     assert all(parameter.requires_grad for parameter in free.parameters())
+
+
+MOE = {
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MOE)
+def test_of_a_mixture_of_experts_the_critics_attention_stays_and_its_experts_learn(tmp_path, kind):
+    """Found by kind of module; a frozen tensor has no gradient and not one other bit after a step."""
+    config, model, settings = MOE[kind]
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 1, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": None}
+    model(config(vocab_size=48, eos_token_id=2, max_position_embeddings=256, **shape, **settings)).save_pretrained(
+        tmp_path
+    )
+    learner = Learner(make_config(tmp_path, model__dtype="float32"))
+    learner.critic.head.weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    before = {name: parameter.detach().clone() for name, parameter in learner.critic.named_parameters()}
+    policy = {name: parameter.detach().clone() for name, parameter in learner.policy.named_parameters()}
+    learner.critic_optimizer.clear = lambda: None  # so that the last gradients can be looked at
+    result = learner.step(random_batch(0, 8))
+    assert result.skipped is None
+    for name, parameter in learner.critic.named_parameters():
+        frozen = ".self_attn." in name
+        assert parameter.requires_grad != frozen and (parameter.grad is None) == frozen, name
+        assert torch.equal(before[name], parameter) == frozen, name
+    assert any("experts" in name for name in before) and any(".gate." in name for name in before)
+    assert all(not torch.equal(policy[name], parameter) for name, parameter in learner.policy.named_parameters())
 
 
 def test_token_mixers_of_other_kinds_are_found():

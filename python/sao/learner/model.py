@@ -180,11 +180,13 @@ def check_packing(lm: Any, context_tokens: int, path: str | Path, attention: str
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=attention == FLASH):
         alone, packed = last(second, [0]), last(first + second, [0, len(first)])
         other = last([(t + 1) % vocabulary for t in first] + second, [0, len(first)])
+    # Not to the bit: which tokens an expert computes together rounds the others' results differently.
     tolerance = 1e-4 if lm.dtype in (torch.float32, torch.float64) and attention == SDPA else 0.1
-    gap = float((alone - packed).abs().max() / alone.abs().max().clamp(min=1e-9))
-    if not torch.equal(packed, other) or not gap < tolerance:
+    size = alone.abs().max().clamp(min=1e-9)
+    gap, leak = float((alone - packed).abs().max() / size), float((packed - other).abs().max() / size)
+    if not max(gap, leak) < tolerance:
         raise ConfigError(
-            f"model.path: {path}: {type(lm).__name__} lets packed segments see each other (gap {gap:.1e})"
+            f"model.path: {path}: {type(lm).__name__} lets packed segments see each other (gap {max(gap, leak):.1e})"
         )
 
 
