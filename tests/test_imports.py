@@ -117,7 +117,7 @@ LIGHT = [
     "import sao.broker.actor",
     "import sao.telemetry.monitor, sao.telemetry.plot",
     "import sao.transport.client, sao.transport.actor",
-    "import sao.trajectory, sao.buffer",
+    "import sao.trajectory, sao.buffer, sao.checkpoints",
     "import sao.envs.registry",
     "from sao import TrajectoryBuffer, pack, plan, advantages, VersionClock",
 ]

@@ -61,3 +61,7 @@ class EnvironmentFailure(Error):
 
 class LearnerError(Error):
     """Training cannot go on: too many steps skipped in a row, or ranks that do not agree."""
+
+
+class CheckpointError(Error):
+    """A checkpoint is incomplete, damaged, of another run, or cannot be written; the message names folder and file."""

@@ -51,7 +51,7 @@ class Broker:
 
 def batch_message(trajectories, version, lease=1):
     frames = [frame for trajectory in trajectories for frame in encode(trajectory)]
-    ordinals = [t.task_ordinal for t in trajectories]
+    ordinals = [1000 * lease + t.task_ordinal for t in trajectories]  # no task comes twice
     return Message("batch", {"lease": lease, "version": version, "ordinals": ordinals}, tuple(frames))
 
 

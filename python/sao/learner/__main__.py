@@ -9,8 +9,10 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from sao import checkpoints
 from sao.config import load_resolved
 from sao.errors import ConfigError, Error
+from sao.faults import point
 from sao.transport.client import Client
 
 DONE, FAILED, BAD_CONFIG = 0, 1, 2
@@ -26,15 +28,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--endpoint", required=True, help="address of the broker")
     parser.add_argument("--weights-folder", type=Path, required=True, help="folder where policy versions are published")
     parser.add_argument("--store", type=Path, help="file at which the ranks meet; default: MASTER_ADDR and MASTER_PORT")
+    parser.add_argument("--checkpoint", type=Path, help="folder of a checkpoint to continue from")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are folders; nothing is fetched
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what learner.deterministic needs on GPUs
     client: Client | None = None
+    joined = False
     try:
         config = load_resolved(arguments.run_folder / "config.json")
         # Imported late: a wrong config.json is named before torch is loaded.
         from sao.learner.actor import train
+        from sao.learner.checkpoint import republish, restore
         from sao.learner.step import Learner
         from sao.learner.world import World
 
@@ -49,20 +54,32 @@ def main(argv: list[str] | None = None) -> int:
                 heartbeat_s=transport.heartbeat_s,
                 peer_timeout_s=transport.peer_timeout_s,
             )
-            client.connect(deadline_s=_CONNECT_S)
-        learner = Learner(config, world, arguments.weights_folder)
-        train(config, learner, world, client, arguments.run_folder / "checkpoints")
+        learner, trained, weights = Learner(config, world, arguments.weights_folder), None, None
+        if arguments.checkpoint is not None:
+            checkpoint = checkpoints.read(arguments.checkpoint)
+            restore(learner, checkpoint)
+            weights = republish(learner, checkpoint)
+            trained = checkpoints.Ordinals(checkpoint.manifest["ledger"]["trained"])
+            point("learner.restored")
+            log.info("continues from %s: step %d, version %d", checkpoint.path, learner.steps, learner.version)
         if client is not None:
+            reference = weights.to_message() if weights else None
+            client.connect(deadline_s=_CONNECT_S, step=learner.steps, weights=reference)
+            joined = True
+        train(config, learner, world, client, arguments.run_folder / "checkpoints", trained)
+        if client is not None:
+            with suppress(Error):
+                client.flush(deadline_s=5.0)
             client.close()
         world.leave()
         return DONE
     except ConfigError as error:
-        return _fail(client, error, BAD_CONFIG)
+        return _fail(client, joined, error, BAD_CONFIG)
     except Exception as error:
-        return _fail(client, error, FAILED)
+        return _fail(client, joined, error, FAILED)
 
 
-def _fail(client: Client | None, error: Exception, code: int) -> int:
+def _fail(client: Client | None, joined: bool, error: Exception, code: int) -> int:
     """Says what is wrong, here and to the broker, which ends the run."""
     if isinstance(error, Error):
         log.error("%s: %s", type(error).__name__, error)
@@ -70,6 +87,8 @@ def _fail(client: Client | None, error: Exception, code: int) -> int:
         log.error("failed", exc_info=error)
     if client is not None:
         with suppress(Error):
+            if not joined:
+                client.connect(deadline_s=5.0)
             client.call("error", {"text": f"{type(error).__name__}: {error}"}, deadline_s=5.0).result()
         client.close()
     return code

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from sao.checkpoints import Ordinals
 from sao.config import Config
-from sao.errors import LearnerError
+from sao.errors import CheckpointError, LearnerError
+from sao.faults import point
+from sao.learner.checkpoint import Checkpointer
 from sao.learner.step import Learner, StepResult
 from sao.learner.world import World
 from sao.telemetry.recording import write_step
@@ -44,14 +47,26 @@ class Taken:
     lease: int
     version: int
     frames: list[Any]
+    tasks: list[tuple[int, int]]  # ordinal and attempt of each trajectory (rank 0)
 
 
-def train(config: Config, learner: Learner, world: World, line: Connection | None, checkpoints: Path) -> str:
-    """Trains until `run.steps` steps are done or the broker says stop, exports, and returns why it ended.
+def train(
+    config: Config,
+    learner: Learner,
+    world: World,
+    line: Connection | None,
+    checkpoints: Path,
+    trained: Ordinals | None = None,
+) -> str:
+    """Trains until `run.steps` steps are done or the broker says stop, saves, and returns why it ended.
 
-    `line` is the connected client on rank 0 and None elsewhere. Raises what the line, the batch or the step raises.
+    `line` is the connected client on rank 0 and None elsewhere; `trained`: the tasks of the checkpoint that the learner
+    continues from. A checkpoint that cannot be saved is reported and training goes on, unless it is the last. Raises
+    what the line, the batch or the step raises, and `CheckpointError`.
     """
-    reason, saved = f"{config.run.steps} steps done", -1
+    saver = Checkpointer(learner, checkpoints, trained)
+    reason, saved, save_s = f"{config.run.steps} steps done", learner.steps, 0.0
+    last: Taken | None = None
     while learner.steps < config.run.steps:
         start = time.perf_counter()
         taken = _take(config, world, line)
@@ -59,33 +74,57 @@ def train(config: Config, learner: Learner, world: World, line: Connection | Non
         if taken is None:
             reason = "told to stop"
             break
-        trajectories = [
-            decode(header, payload, max_bytes=config.transport.max_message_bytes)
-            for header, payload in zip(taken.frames[::2], taken.frames[1::2], strict=True)
-        ]
-        if taken.version != learner.version:
-            raise LearnerError(
-                f"batch {taken.lease}: broker is at version {taken.version}, learner at {learner.version}"
-            )
-        moved = time.perf_counter()
-        result = learner.step(trajectories)
-        if result.skipped:
-            log.warning("step %d was skipped: %s", result.step, result.skipped)
+        last = taken
+        result = _step(config, learner, taken, saver.trained)
         if line is not None:
             result.metrics["time/wait_s"] = waited - start
-            result.metrics["time/move_s"] = moved - waited
             result.metrics["time/step_s"] = time.perf_counter() - start
             result.metrics["time/idle_share"] = (waited - start) / result.metrics["time/step_s"]
+            result.metrics["time/save_s"] = save_s
+            point("learner.commit")
             _commit(line, taken, result)
+            point("learner.committed")
+            saver.trained.add(ordinal for ordinal, _ in taken.tasks)
             _keep(config, taken, result, checkpoints.parent / "trajectories")
-        every = config.learner.save_every_steps
+        every, save_s = config.learner.save_every_steps, 0.0
         if every and learner.steps % every == 0:
-            learner.export(checkpoints)
-            saved = learner.steps
-    if saved != learner.steps:
-        learner.export(checkpoints)
+            began = time.perf_counter()
+            _report(line, saver.save(taken.lease, taken.tasks))
+            saved, save_s = learner.steps, time.perf_counter() - began
+    if saved != learner.steps and last is not None:
+        _report(line, saver.save(last.lease, last.tasks))
+    if fault := saver.finish():
+        raise CheckpointError(f"the last checkpoint could not be saved: {fault}")
     log.info("%s; policy version %d after %d steps", reason, learner.version, learner.steps)
     return reason
+
+
+def _step(config: Config, learner: Learner, taken: Taken, trained: Ordinals) -> StepResult:
+    """One step on a batch that fits: of this version, of tasks that were not trained before."""
+    began = time.perf_counter()
+    point("learner.taken")
+    trajectories = [
+        decode(header, payload, max_bytes=config.transport.max_message_bytes)
+        for header, payload in zip(taken.frames[::2], taken.frames[1::2], strict=True)
+    ]
+    if taken.version != learner.version:
+        raise LearnerError(f"batch {taken.lease}: broker is at version {taken.version}, learner at {learner.version}")
+    repeated = [ordinal for ordinal, _ in taken.tasks if ordinal in trained]
+    if repeated:
+        raise LearnerError(f"batch {taken.lease}: tasks {repeated} were trained before")
+    moved = time.perf_counter()
+    result = learner.step(trajectories)
+    result.metrics["time/move_s"] = moved - began
+    if result.skipped:
+        log.warning("step %d was skipped: %s", result.step, result.skipped)
+    return result
+
+
+def _report(line: Connection | None, fault: str | None) -> None:
+    """A checkpoint that could not be saved is said to the user; the one before it stays."""
+    if fault is not None and line is not None:
+        text = f"checkpoint not saved: {fault}; the one before it stays, training goes on"
+        line.call("event", {"level": "error", "text": text})
 
 
 def _keep(config: Config, taken: Taken, result: StepResult, folder: Path) -> None:
@@ -101,6 +140,9 @@ def _keep(config: Config, taken: Taken, result: StepResult, folder: Path) -> Non
         "metrics": result.metrics,
         "algorithm": config.algorithm.model_dump(mode="json"),
         "compaction": config.compaction.model_dump(mode="json"),
+        "config": config.model_dump(mode="json"),
+        "fingerprint": result.weights.fingerprint if result.weights else None,
+        "tasks": [list(task) for task in taken.tasks],
     }
     try:
         keep = config.telemetry.keep_trajectories
@@ -112,7 +154,7 @@ def _keep(config: Config, taken: Taken, result: StepResult, folder: Path) -> Non
 def _take(config: Config, world: World, line: Connection | None) -> Taken | None:
     """The next batch on every rank, or None when the broker says stop."""
     future = line.call("take", {"n": config.learner.batch_trajectories}) if line is not None else None
-    state, lease, version, frames = _WAIT, 0, 0, []
+    state, lease, version, frames, tasks = _WAIT, 0, 0, [], []
     while state == _WAIT:
         if future is not None:
             try:
@@ -124,8 +166,10 @@ def _take(config: Config, world: World, line: Connection | None) -> Taken | None
                 state = _STOP if message.kind == "stop" else _BATCH
                 lease, version = message.body.get("lease", 0), message.body.get("version", 0)
                 frames = list(message.frames)
+                ordinals = message.body.get("ordinals", [])
+                tasks = list(zip(ordinals, message.body.get("attempts", [0] * len(ordinals)), strict=True))
         state, lease, version = world.share([state, lease, version])
-    return None if state == _STOP else Taken(lease, version, world.share_frames(frames))
+    return None if state == _STOP else Taken(lease, version, world.share_frames(frames), tasks)
 
 
 def _commit(line: Connection, taken: Taken, result: StepResult) -> None:

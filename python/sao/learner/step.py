@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from sao.algorithms.whiten import whiten
 from sao.config import Config
 from sao.errors import LearnerError
+from sao.faults import point
 from sao.learner.attention import choose
 from sao.learner.baseline import Baseline
 from sao.learner.batch import flatten, micro_batches, plan_rows
@@ -165,6 +166,7 @@ class Learner:
         if self.weights_folder is None:
             return None
         tensors = full_tensors(self.policy.lm, self.config.model.dtype, self.world)
+        point("publish.begin")
         return None if tensors is None else publish(tensors, self.weights_folder, self.version)
 
     def _end(self, work: Work, kept: int, weights: WeightsRef | None, skipped: str | None) -> StepResult:

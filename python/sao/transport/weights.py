@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from sao.errors import WeightsError
+from sao.faults import point
 
 _PREFIX, _SUFFIX = "weights-", ".safetensors"
 _THREADED_BYTES = 1 << 25  # below this, starting threads costs more than they save
@@ -88,6 +89,7 @@ def publish(tensors: Mapping[str, torch.Tensor], folder: str | Path, version: in
     temporary = folder / f".{final.name}.{os.getpid()}"
     try:
         save_file(plain, temporary, metadata={"format": "pt", "version": str(version), "fingerprint": mark})
+        point("publish.rename")
         temporary.replace(final)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)

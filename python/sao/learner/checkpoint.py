@@ -1,0 +1,272 @@
+"""What a learner must not lose, and how it is saved beside training and read again.
+
+Saved are all parameters of policy and critic, both AdamW states, the random states of every rank, the counters, and
+which tasks were trained: everything that decides the next step. Learning rates are a function of the training step.
+Tensors are stored in shards by `torch.distributed.checkpoint`, as safetensors files (nothing that is read can run), so
+a run may be resumed on another number of ranks; beside them lies the model as a Hugging Face folder.
+
+Every tensor is copied to the memory of the host before `save` returns; writing goes on in a thread, with a process
+group of its own, so that its collectives cannot mix with those of training.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from sao import __version__
+from sao.checkpoints import STATE, Checkpoint, Draft, Ordinals
+from sao.errors import CheckpointError
+from sao.faults import point
+from sao.learner.export import full_tensors, write_model
+from sao.learner.step import Learner
+from sao.transport.weights import WeightsRef, fingerprint, publish
+
+log = logging.getLogger(__name__)
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+_PARTS = ("policy", "critic", "policy_optimizer", "critic_optimizer", "rng")  # a file of each per rank
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+class Checkpointer:
+    """Saves one learner's checkpoints in a folder. Every rank makes the same calls in the same order."""
+
+    def __init__(self, learner: Learner, folder: Path, trained: Ordinals | None = None) -> None:
+        """`folder`: the run's `checkpoints`. `trained`: of the checkpoint that the learner continues from.
+
+        A collective. The attribute `trained` is what was trained so far in this line of history, kept by whoever commits (rank 0).
+        """
+        self.learner, self.world, self.folder = learner, learner.world, folder
+        self.trained = trained or Ordinals()
+        self._group = None if self.world.mesh is None else dist.new_group(backend="gloo")
+        self._thread: threading.Thread | None = None
+        self._fault: str | None = None
+        self._step = -1
+
+    def save(self, lease: int, tasks: list[tuple[int, int]]) -> str | None:
+        """Copies the learner's state and begins to write it; `lease` and `tasks` (ordinal, attempt): the last step's.
+
+        Waits for the save before, if it still goes on, and returns what `finish` says of it.
+        """
+        point("save.begin")
+        before = self.finish()
+        learner, world = self.learner, self.world
+        self._step = learner.steps
+        tensors = state_tensors(learner)
+        facts = {
+            **self._facts(tensors),
+            "ledger": {"lease": lease, "tasks": [list(task) for task in tasks], "trained": self.trained.runs},
+        }
+        staged = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
+        dtype = learner.config.model.dtype
+        model = {name: self._apart(full_tensors(part, dtype, world)) for name, part in _models(learner).items()}
+        draft = None
+        if world.rank == 0:
+            try:
+                point("save.staged")
+                draft = Draft(self.folder, learner.steps)
+            except OSError as error:
+                self._fault = f"step {learner.steps}: {error}"
+        if world.share([draft is not None])[0]:
+            arguments = (draft, staged, model, facts)
+            self._thread = threading.Thread(target=self._write, args=arguments, name="sao-checkpoint")
+            self._thread.start()
+        else:
+            self._fault = self._fault or f"step {learner.steps}: rank 0 could not make the folder"
+        return before
+
+    def finish(self) -> str | None:
+        """Waits until nothing is being written. Returns why the save failed, on every rank, or None."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failed = self.world.share([self._fault is not None])[0]
+        fault, self._fault = self._fault, None
+        return (fault or f"step {self._step}: rank 0 failed") if failed else None
+
+    def _facts(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        learner, world = self.learner, self.world
+        described = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
+        for rank in range(world.size):  # the others' have the same shapes
+            described |= {
+                name.replace(f"rank-{world.rank}", f"rank-{rank}"): shape
+                for name, shape in described.items()
+                if name.startswith("rng/")
+            }
+        return {
+            "version": learner.version,
+            "time_s": round(time.time(), 3),
+            "sao": __version__,
+            "torch": torch.__version__,
+            "ranks": world.size,
+            "numbers": {name: getattr(learner, name) for name in learner.NUMBERS},
+            "config": learner.config.model_dump(mode="json"),
+            "tensors": described,
+        }
+
+    def _apart(self, tensors: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
+        """The tensors without shared memory: what training goes on to change is copied."""
+        if tensors is None:
+            return None
+        parameters = [p for part in _models(self.learner).values() for p in part.parameters()]
+        live = {_local(parameter).untyped_storage().data_ptr() for parameter in parameters}
+        return {
+            name: tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
+            for name, tensor in tensors.items()
+        }
+
+    def _write(
+        self, draft: Draft | None, staged: dict[str, Tensor], model: dict[str, Any], facts: dict[str, Any]
+    ) -> None:
+        config = self.learner.config
+        try:
+            began = time.perf_counter()
+            folder = self.folder / f".step-{self._step}.part" / STATE
+            files = {name: _PARTS.index(name.partition("/")[0]) + 1 for name in facts["tensors"]}
+            writer = dcp.HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
+            alone = self.world.mesh is None
+            dcp.save(staged, storage_writer=writer, process_group=self._group, no_dist=alone)
+            point("save.state")
+            if draft is None:
+                return
+            policy = model["policy"]
+            critic = model.get("critic")
+            write_model(self.learner.policy, policy, critic, config.model.path, draft.folder, config.model.dtype)
+            point("save.model")
+            facts = {**facts, "fingerprint": fingerprint(policy)}
+            path = draft.commit(facts, config.learner.checkpoints_kept)
+            log.info("%s is complete, after %.1f s", path, time.perf_counter() - began)
+        except Exception as error:
+            self._fault = f"step {self._step}: {_explain(error)}"
+            log.error("checkpoint of %s", self._fault)
+            if draft is not None:
+                draft.abandon()
+
+
+def state_tensors(learner: Learner) -> dict[str, Tensor]:
+    """Every tensor of the learner's state by name: `policy/NAME`, `policy_optimizer/exp_avg/NAME`, `rng/cpu/rank-0`."""
+    tensors: dict[str, Tensor] = {}
+    for part, module in _models(learner).items():
+        tensors |= {f"{part}/{name}": parameter.detach() for name, parameter in module.named_parameters()}
+        saved = module.state_dict(keep_vars=True)
+        tensors |= {f"{part}/{name}": buffer for name, buffer in module.named_buffers() if name in saved}
+    for part, optimizer in _optimizers(learner).items():
+        for name, parameter in zip(optimizer.names, optimizer.parameters, strict=True):
+            held = optimizer.adam.state.get(parameter, {})
+            if held.keys() - set(_MOMENTS):
+                raise CheckpointError(f"{part}: {name}: unknown state {sorted(held.keys() - set(_MOMENTS))}")
+            tensors |= {f"{part}/{moment}/{name}": held[moment] for moment in _MOMENTS if moment in held}
+    return tensors | _random_states(learner)
+
+
+def restore(learner: Learner, checkpoint: Checkpoint) -> None:
+    """Puts a checkpoint's state into a learner that was made with the same model. A collective.
+
+    Raises `CheckpointError` for any tensor that is needed and absent, there and not needed, or of another type or
+    shape. With another number of ranks the random states of ranks that were not there are derived from the run's seed.
+    """
+    listed: dict[str, list[Any]] = checkpoint.manifest["tensors"]
+    for part, optimizer in _optimizers(learner).items():
+        _make_moments(part, optimizer, listed)
+    tensors = state_tensors(learner)
+    own = {name for name in tensors if name.startswith("rng/")}
+    absent = own if learner.world.rank >= checkpoint.manifest["ranks"] else set()
+    wanted = {name: tensor for name, tensor in tensors.items() if name not in absent}
+    held = {name for name in listed if not name.startswith("rng/") or name in own}
+    faults = [f"{name}: not in the checkpoint" for name in sorted(wanted.keys() - held)]
+    faults += [f"{name}: not in the model" for name in sorted(held - wanted.keys())]
+    for name in sorted(wanted.keys() & held):
+        mine = [str(wanted[name].dtype), list(wanted[name].shape)]
+        if mine != listed[name]:
+            faults.append(f"{name}: {listed[name]} in the checkpoint, {mine} in the model")
+    if faults:
+        more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
+        raise CheckpointError(f"{checkpoint.path}: {'; '.join(faults[:5])}{more}")
+    reader = dcp.HuggingFaceStorageReader(str(checkpoint.state))
+    dcp.load(wanted, storage_reader=reader, no_dist=learner.world.mesh is None)  # in place
+    if absent:
+        torch.manual_seed(learner.config.run.seed + 1_000_003 * (checkpoint.step + 1) + learner.world.rank)
+    else:
+        _set_random_states(learner, wanted)
+    numbers = checkpoint.manifest["numbers"]
+    if numbers.keys() != set(learner.NUMBERS):
+        raise CheckpointError(f"{checkpoint.path}: counters {sorted(numbers)}, expected {sorted(learner.NUMBERS)}")
+    for name, value in numbers.items():
+        setattr(learner, name, value)
+    for _, optimizer in _optimizers(learner).items():
+        optimizer.set_step(learner.steps)
+
+
+def republish(learner: Learner, checkpoint: Checkpoint) -> WeightsRef | None:
+    """Publishes the restored policy under its version again (None on other ranks, and for version 0: the start model).
+
+    Raises `CheckpointError` when these are not the weights whose fingerprint the checkpoint holds. A collective.
+    """
+    tensors = full_tensors(learner.policy.lm, learner.config.model.dtype, learner.world)
+    if tensors is None:
+        return None
+    mark = fingerprint(tensors)
+    if mark != checkpoint.manifest["fingerprint"]:
+        raise CheckpointError(
+            f"{checkpoint.path}: the restored policy is {mark}, saved was {checkpoint.manifest['fingerprint']}"
+        )
+    if learner.version == 0 or learner.weights_folder is None:
+        return None
+    return publish(tensors, learner.weights_folder, learner.version)
+
+
+def _models(learner: Learner) -> dict[str, Any]:
+    models = {"policy": learner.policy.lm, "critic": learner.critic}
+    return {name: model for name, model in models.items() if model is not None}
+
+
+def _optimizers(learner: Learner) -> dict[str, Any]:
+    return {f"{name}_optimizer": optimizer for name, optimizer in learner.optimizers.items()}
+
+
+def _make_moments(part: str, optimizer: Any, listed: dict[str, list[Any]]) -> None:
+    """Makes AdamW's state of the parameters that had one when the checkpoint was written: all of it or none."""
+    optimizer.adam.state.clear()
+    for name, parameter in zip(optimizer.names, optimizer.parameters, strict=True):
+        if any(f"{part}/{moment}/{name}" in listed for moment in _MOMENTS):
+            optimizer.adam.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            }
+
+
+def _random_states(learner: Learner) -> dict[str, Tensor]:
+    states = {f"rng/cpu/rank-{learner.world.rank}": torch.get_rng_state()}
+    if learner.world.device.type == "cuda":
+        states[f"rng/cuda/rank-{learner.world.rank}"] = torch.cuda.get_rng_state(learner.world.device)
+    return states
+
+
+def _set_random_states(learner: Learner, tensors: dict[str, Tensor]) -> None:
+    torch.set_rng_state(tensors[f"rng/cpu/rank-{learner.world.rank}"])
+    if learner.world.device.type == "cuda":
+        torch.cuda.set_rng_state(tensors[f"rng/cuda/rank-{learner.world.rank}"], learner.world.device)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _explain(error: BaseException) -> str:
+    """What went wrong, of the ranks where it did, without their tracebacks."""
+    failures = getattr(error, "failures", None)
+    if not failures:
+        return f"{type(error).__name__}: {error}"
+    return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in sorted(failures.items()))
