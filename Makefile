@@ -1,4 +1,4 @@
-# Needs Python 3.11 or newer, a Rust toolchain (1.85 or newer), make and gcc. Everything else goes into .venv.
+# Needs Python 3.11 or newer, a Rust toolchain (1.89 or newer), make and gcc. Everything else goes into .venv.
 #   make quickstart   a small model learns a tool-use task on this machine, in minutes
 #   make test         every check and test, also those with the real vLLM engine on the CPU
 #   make lint         formatters, linters and types only

@@ -8,7 +8,7 @@ the native core, the same ones when an object is built and when bytes from outsi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -20,8 +20,6 @@ from sao.errors import ValidationError
 SegmentKind = Literal["execution", "summary"]
 TerminationKind = Literal["finished", "truncated", "failed"]
 Metadata = str | int | float | bool | None
-
-_SPAN_DTYPE = np.dtype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,33 +216,8 @@ def decode(
     use. Raises `WireError` when the bytes are corrupt, cut short, longer than `max_bytes`, of another format or not a
     trajectory.
     """
-    values, rows = _core.decode(header, payload, max_bytes, max_segments)
-    segments = []
-    for kind, n, ids_at, logprobs_at, mask_at, spans in rows:
-        segment = object.__new__(Segment)
-        put = object.__setattr__
-        put(segment, "kind", kind)
-        put(segment, "token_ids", _view(payload, np.int32, n, ids_at))
-        put(segment, "action_mask", _view(payload, np.bool_, n, mask_at))
-        put(segment, "logprobs", _view(payload, np.float32, n, logprobs_at))
-        put(segment, "version_spans", np.frombuffer(spans, _SPAN_DTYPE).reshape(-1, 3))
-        segments.append(segment)
-    trajectory = object.__new__(Trajectory)
-    values["segments"], values["termination"] = tuple(segments), Termination(*values["termination"])
-    for name in _FIELDS:
-        object.__setattr__(trajectory, name, values[name])
+    trajectory: Trajectory = _core.decode(header, payload, max_bytes, max_segments)
     return trajectory
-
-
-_FIELDS = tuple(item.name for item in fields(Trajectory))
-
-
-def _view(payload: Any, dtype: Any, count: int, offset: int) -> NDArray[Any]:
-    array = np.frombuffer(payload, dtype, count, offset)
-    if not array.flags.aligned:  # a payload at an odd address, as a slice of something else
-        array = array.copy()
-    array.flags.writeable = False
-    return array
 
 
 def _spans(value: ArrayLike) -> NDArray[np.int64]:

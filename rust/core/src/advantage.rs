@@ -4,6 +4,7 @@
 //! (SAO, arXiv 2607.07508, Eq. 4-5). `V` at an action token is the value of the prefix before it. Credit crosses
 //! context compactions as [`CrossSegment`] says (`CompactionRL`, arXiv 2607.05378, Eq. 13-15).
 
+use crate::cpu::wide;
 use crate::{Error, Result};
 
 /// How credit crosses the cuts between the segments of one trajectory.
@@ -107,20 +108,25 @@ pub fn advantages(
         run(batch, parameters, &turns, &mut whole)?;
         return Ok(lambdas);
     }
-    let shares = split(batch, threads, advantages, targets, &mut lambdas);
+    let mut shares = split(batch, threads, advantages, targets, &mut lambdas).into_iter();
     let turns = &turns;
+    let mut own = shares.next();
+    // Threads live for one call: a pool would not survive a fork, and starting one costs less than 0.1 ms.
     std::thread::scope(|scope| {
         let handles: Vec<_> = shares
-            .into_iter()
             .map(|mut share| scope.spawn(move || run(batch, parameters, turns, &mut share)))
             .collect();
+        let first = own
+            .as_mut()
+            .map_or(Ok(()), |share| run(batch, parameters, turns, share));
         // Errors are taken in order, so the first wrong trajectory is named however the threads ran.
-        handles
+        let rest = handles
             .into_iter()
             .try_for_each(|handle| match handle.join() {
                 Ok(result) => result,
                 Err(panic) => std::panic::resume_unwind(panic),
-            })
+            });
+        first.and(rest)
     })?;
     Ok(lambdas)
 }
@@ -171,7 +177,18 @@ impl Batch<'_> {
     }
 }
 
-fn run(
+wide! {
+    fn run(
+        batch: &Batch<'_>,
+        parameters: &Parameters,
+        turns: &[(usize, f64)],
+        share: &mut Share<'_>,
+    ) -> Result<()> = run_body;
+}
+
+#[allow(clippy::inline_always)] // compiled anew for each kind of CPU, with all it calls
+#[inline(always)]
+fn run_body<const FMA: bool>(
     batch: &Batch<'_>,
     parameters: &Parameters,
     turns: &[(usize, f64)],
@@ -192,7 +209,7 @@ fn run(
         *lambda = parameters.lambda_policy.of(actions);
         if actions > 0 {
             let mut walk = Walk::new(batch, parameters, trajectory, *lambda, advantages, targets);
-            walk.trajectory(turns)?;
+            walk.trajectory::<FMA>(turns)?;
         }
     }
     Ok(())
@@ -250,7 +267,9 @@ impl<'a> Walk<'a> {
         }
     }
 
-    fn trajectory(&mut self, turns: &[(usize, f64)]) -> Result<()> {
+    #[allow(clippy::inline_always)]
+    #[inline(always)]
+    fn trajectory<const FMA: bool>(&mut self, turns: &[(usize, f64)]) -> Result<()> {
         let segments = self.batch.trajectory_offsets[self.trajectory] as usize
             ..self.batch.trajectory_offsets[self.trajectory + 1] as usize;
         let mut later_actions = 0;
@@ -259,7 +278,7 @@ impl<'a> Walk<'a> {
             let from = self.batch.segment_offsets[segment] as usize;
             let to = self.batch.segment_offsets[segment + 1] as usize;
             let mask = &self.batch.action_mask[from..to];
-            let Some(last) = mask.iter().rposition(|&action| action != 0) else {
+            let Some(last) = last_action(mask) else {
                 continue;
             };
             let mut reward = 0.0;
@@ -276,13 +295,15 @@ impl<'a> Walk<'a> {
             let first_turn = turns.partition_point(|&(token, _)| token < from);
             let last_turn = turns.partition_point(|&(token, _)| token < to);
             later_actions +=
-                self.segment(from, from + last + 1, reward, &turns[first_turn..last_turn])?;
+                self.segment::<FMA>(from, from + last + 1, reward, &turns[first_turn..last_turn])?;
         }
         Ok(())
     }
 
     /// Tokens `[from, to)`, whose last is an action that earns `reward`; gives the number of action tokens.
-    fn segment(
+    #[allow(clippy::inline_always)]
+    #[inline(always)]
+    fn segment<const FMA: bool>(
         &mut self,
         from: usize,
         to: usize,
@@ -293,11 +314,7 @@ impl<'a> Walk<'a> {
         let (mut stop, mut actions) = (to, 0);
         while stop > from {
             // [start, stop) is the longest run of action tokens that ends here.
-            let start = from
-                + mask[from..stop]
-                    .iter()
-                    .rposition(|&action| action == 0)
-                    .map_or(0, |at| at + 1);
+            let start = from + last_observation(&mask[from..stop]).map_or(0, |at| at + 1);
             actions += stop - start;
             // A reward enters at the last token of a piece, so the inner loop has none.
             while stop > start {
@@ -311,10 +328,10 @@ impl<'a> Walk<'a> {
                 let piece = turns
                     .last()
                     .map_or(start, |&(token, _)| start.max(token + 1));
-                self.piece(piece, stop, reward)?;
+                self.piece::<FMA>(piece, stop, reward)?;
                 (reward, stop) = (0.0, piece);
             }
-            let Some(before) = mask[from..start].iter().rposition(|&action| action != 0) else {
+            let Some(before) = last_action(&mask[from..start]) else {
                 break;
             };
             let before = from + before + 1;
@@ -326,19 +343,15 @@ impl<'a> Walk<'a> {
         Ok(actions)
     }
 
+    /// Whatever is not finite among the values stays in the carries (0 * infinity is NaN), so they tell of it.
     fn finite(&self, from: usize, to: usize) -> Result<()> {
-        // Folded without a branch so that it runs at memory speed.
-        let values = &self.batch.values[from..to];
-        if values
-            .iter()
-            .fold(true, |finite, value| finite & value.is_finite())
-        {
+        if self.carry.is_finite() && self.critic_carry.is_finite() && self.next_value.is_finite() {
             return Ok(());
         }
-        let at = values
-            .iter()
-            .position(|value| !value.is_finite())
-            .unwrap_or(0);
+        let values = &self.batch.values[from..to];
+        let Some(at) = values.iter().position(|value| !value.is_finite()) else {
+            return Ok(());
+        };
         Err(Error::Validation(format!(
             "values[{}]: {} at a token of trajectory {} is not finite",
             from + at,
@@ -348,35 +361,52 @@ impl<'a> Walk<'a> {
     }
 
     /// Action tokens `[from, to)`, not empty; `reward` is earned by the last.
-    fn piece(&mut self, from: usize, to: usize, reward: f64) -> Result<()> {
-        self.finite(from, to)?;
+    #[allow(clippy::inline_always)]
+    #[inline(always)]
+    fn piece<const FMA: bool>(&mut self, from: usize, to: usize, reward: f64) -> Result<()> {
         let values = &self.batch.values[from..to];
         let range = from - self.start..to - self.start;
-        let (advantages, targets) = (
+        let (mut advantages, mut targets) = (
             &mut self.advantages[range.clone()],
             &mut self.targets[range],
         );
-        let (gamma, decay, critic_decay, factor) =
-            (self.gamma, self.decay, self.critic_decay, self.factor);
-        let (mut next, mut carry, mut critic, mut reward) =
-            (self.next_value, self.carry, self.critic_carry, reward);
-        for ((advantage, target), &value) in advantages.iter_mut().zip(targets).zip(values).rev() {
-            let value = f64::from(value);
-            let delta = reward + gamma * next - value;
-            carry = delta + decay * carry;
-            critic = delta + critic_decay * critic;
-            *advantage = (factor * carry) as f32;
-            *target = (critic + value) as f32;
-            next = value;
+        let mut chain = Chain {
+            gamma: self.gamma,
+            decay: self.decay,
+            critic_decay: self.critic_decay,
+            factor: self.factor,
+            next: self.next_value,
+            carry: self.carry,
+            critic: self.critic_carry,
+        };
+        // The reward joins what follows the last token; inside the chain there is none.
+        let (blocks, odd) = (values.len() / BLOCK, values.len() % BLOCK);
+        let (head, body) = values.split_at(odd);
+        let mut reward = reward;
+        for block in (0..blocks).rev() {
+            let at = block * BLOCK;
+            let (a, t);
+            (advantages, a) = advantages.split_at_mut(odd + at);
+            (targets, t) = targets.split_at_mut(odd + at);
+            chain.block::<FMA>(&body[at..at + BLOCK], reward, a, t);
             reward = 0.0;
         }
-        (self.next_value, self.carry, self.critic_carry) = (next, carry, critic);
-        Ok(())
+        for at in (0..odd).rev() {
+            let value = f64::from(head[at]);
+            let delta = reward + chain.gamma * chain.next - value;
+            chain.carry = delta + chain.decay * chain.carry;
+            chain.critic = delta + chain.critic_decay * chain.critic;
+            advantages[at] = (chain.factor * chain.carry) as f32;
+            targets[at] = (chain.critic + value) as f32;
+            chain.next = value;
+            reward = 0.0;
+        }
+        (self.next_value, self.carry, self.critic_carry) = (chain.next, chain.carry, chain.critic);
+        self.finite(from, to)
     }
 
     /// Observation tokens `[from, to)` as steps of their own, for the ablation only; nothing is written.
     fn observations(&mut self, from: usize, to: usize) -> Result<()> {
-        self.finite(from, to)?;
         for &value in self.batch.values[from..to].iter().rev() {
             let value = f64::from(value);
             let delta = self.gamma * self.next_value - value;
@@ -384,8 +414,114 @@ impl<'a> Walk<'a> {
             self.critic_carry = delta + self.critic_decay * self.critic_carry;
             self.next_value = value;
         }
-        Ok(())
+        self.finite(from, to)
     }
+}
+
+/// Tokens that go through the recurrence together.
+const BLOCK: usize = 8;
+
+/// The recurrence in registers.
+struct Chain {
+    gamma: f64,
+    decay: f64,
+    critic_decay: f64,
+    factor: f64,
+    next: f64,
+    carry: f64,
+    critic: f64,
+}
+
+impl Chain {
+    /// `BLOCK` tokens, `reward` at the last of them. Two tokens a link: `A_k = (d_k + c d_(k+1)) + c^2 A_(k+2)` makes the
+    /// chain of dependent operations half as long, and everything else runs side by side.
+    #[allow(clippy::inline_always)]
+    #[inline(always)]
+    fn block<const FMA: bool>(
+        &mut self,
+        values: &[f32],
+        reward: f64,
+        advantages: &mut [f32],
+        targets: &mut [f32],
+    ) {
+        let mut value = [0.0f64; BLOCK];
+        for (wide, &value) in value.iter_mut().zip(values) {
+            *wide = f64::from(value);
+        }
+        let mut after = [self.next; BLOCK];
+        after[..BLOCK - 1].copy_from_slice(&value[1..]);
+        let mut delta = [0.0f64; BLOCK];
+        for ((delta, &value), &after) in delta.iter_mut().zip(&value).zip(&after) {
+            *delta = fma::<FMA>(self.gamma, after, -value);
+        }
+        delta[BLOCK - 1] += reward;
+        let carries = link::<FMA>(&delta, self.decay, self.carry);
+        let critics = link::<FMA>(&delta, self.critic_decay, self.critic);
+        for (out, carry) in advantages.iter_mut().zip(carries) {
+            *out = (self.factor * carry) as f32;
+        }
+        for ((out, critic), value) in targets.iter_mut().zip(critics).zip(value) {
+            *out = (critic + value) as f32;
+        }
+        (self.next, self.carry, self.critic) = (value[0], carries[0], critics[0]);
+    }
+}
+
+#[allow(clippy::inline_always)]
+#[inline(always)]
+fn link<const FMA: bool>(delta: &[f64; BLOCK], decay: f64, mut carry: f64) -> [f64; BLOCK] {
+    let square = decay * decay;
+    let mut out = [0.0; BLOCK];
+    for pair in (0..BLOCK / 2).rev() {
+        let (first, second) = (delta[2 * pair], delta[2 * pair + 1]);
+        out[2 * pair + 1] = fma::<FMA>(decay, carry, second);
+        carry = fma::<FMA>(square, carry, fma::<FMA>(decay, second, first));
+        out[2 * pair] = carry;
+    }
+    out
+}
+
+/// a * b + c, in one rounding where the CPU does that.
+#[allow(clippy::inline_always)]
+#[inline(always)]
+fn fma<const FMA: bool>(a: f64, b: f64, c: f64) -> f64 {
+    if FMA {
+        a.mul_add(b, c)
+    } else {
+        a * b + c
+    }
+}
+
+/// Position of the last action token; whole blocks of observations are skipped without looking at each.
+#[allow(clippy::inline_always)]
+#[inline(always)]
+fn last_action(mask: &[u8]) -> Option<usize> {
+    let mut end = mask.len();
+    while let Some(block) = end.checked_sub(32).map(|from| &mask[from..end]) {
+        if block.iter().fold(0, |all, &action| all | action) != 0 {
+            break;
+        }
+        end -= 32;
+    }
+    mask[..end].iter().rposition(|&action| action != 0)
+}
+
+/// Position of the last observation token.
+#[allow(clippy::inline_always)]
+#[inline(always)]
+fn last_observation(mask: &[u8]) -> Option<usize> {
+    let mut end = mask.len();
+    while let Some(block) = end.checked_sub(32).map(|from| &mask[from..end]) {
+        if block
+            .iter()
+            .fold(0, |any, &action| any | u8::from(action == 0))
+            != 0
+        {
+            break;
+        }
+        end -= 32;
+    }
+    mask[..end].iter().rposition(|&action| action == 0)
 }
 
 fn count_actions(mask: &[u8]) -> usize {

@@ -9,6 +9,7 @@ use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::checksum::crc32c;
 use crate::error::{Error, Result};
 
 const MAGIC: &[u8; 8] = b"SAOLEDGR";
@@ -33,7 +34,7 @@ fn file_header() -> [u8; HEADER_BYTES] {
     let mut header = [0; HEADER_BYTES];
     header[..8].copy_from_slice(MAGIC);
     header[8..12].copy_from_slice(&FORMAT.to_le_bytes());
-    let crc = crc32c::crc32c(&header[..12]);
+    let crc = crc32c(&[&header[..12]]);
     header[12..].copy_from_slice(&crc.to_le_bytes());
     header
 }
@@ -53,7 +54,7 @@ fn record(data: &[u8], at: usize) -> Option<&[u8]> {
         return None;
     }
     let payload = data.get(at + FRAME_BYTES..at + FRAME_BYTES + length)?;
-    let crc = crc32c::crc32c_append(crc32c::crc32c(&frame[..4]), payload);
+    let crc = crc32c(&[&frame[..4], payload]);
     (crc == number(&frame[4..])).then_some(payload)
 }
 
@@ -145,7 +146,7 @@ impl Journal {
     pub fn append(&mut self, payload: &[u8]) -> Result<()> {
         self.ready()?;
         let length = (payload.len() as u32).to_le_bytes();
-        let crc = crc32c::crc32c_append(crc32c::crc32c(&length), payload);
+        let crc = crc32c(&[&length, payload]);
         self.pending.extend_from_slice(&length);
         self.pending.extend_from_slice(&crc.to_le_bytes());
         self.pending.extend_from_slice(payload);

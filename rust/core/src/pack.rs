@@ -1,8 +1,6 @@
 //! Packing of ragged segments into rows, and the plan of a learner step over ranks and micro-batches.
 
-use std::cmp::Reverse;
-use std::collections::BTreeSet;
-
+use crate::binpack::{best_fit_decreasing, longest_first};
 use crate::{Error, Result};
 
 /// Bins of a packing: bin `b` holds the items `order[offsets[b]..offsets[b + 1]]`, in ascending index.
@@ -82,31 +80,6 @@ pub fn pack(lengths: &[i64], capacity: i64) -> Result<Bins> {
     check(lengths, capacity, "capacity")?;
     let (bin_of, bins) = best_fit_decreasing(lengths, capacity);
     Ok(Bins::from_assignment(&bin_of, bins))
-}
-
-fn longest_first(lengths: &[i64]) -> Vec<u32> {
-    let mut items: Vec<u32> = (0..lengths.len() as u32).collect();
-    items.sort_by_key(|&item| Reverse(lengths[item as usize]));
-    items
-}
-
-fn best_fit_decreasing(lengths: &[i64], capacity: i64) -> (Vec<u32>, usize) {
-    let mut bin_of = vec![0u32; lengths.len()];
-    let mut open: BTreeSet<(i64, u32)> = BTreeSet::new();
-    let mut bins = 0u32;
-    for item in longest_first(lengths) {
-        let length = lengths[item as usize];
-        let (room, bin) = if let Some(entry) = open.range((length, 0)..).next().copied() {
-            open.remove(&entry);
-            entry
-        } else {
-            bins += 1;
-            (capacity, bins - 1)
-        };
-        open.insert((room - length, bin));
-        bin_of[item as usize] = bin;
-    }
-    (bin_of, bins as usize)
 }
 
 /// How a learner step is laid out.

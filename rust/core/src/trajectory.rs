@@ -6,6 +6,7 @@
 use std::collections::HashSet;
 use std::hash::Hash;
 
+use crate::cpu::wide;
 use crate::error::{Error, Result};
 
 /// Most entries of `fingerprints`, `timings_s` and `metadata` each.
@@ -208,10 +209,8 @@ impl Segment<'_> {
                 "{prefix}token_ids: empty; a segment has at least one token"
             ));
         }
-        // Branch-free passes; the index of a fault is looked up only when there is one.
-        let mask = self.action_mask.iter().fold(0, |all, flag| all | flag);
-        let bad_ids = signs(self.token_ids) & 0x80 != 0;
-        if bad_ids || mask > 1 || !logprobs_ok(self.logprobs, self.action_mask) {
+        // The index of a fault is looked up only when there is one.
+        if !all_ok(self.token_ids, self.logprobs, self.action_mask) {
             self.explain(prefix)?;
         }
         if self.action_mask[0] != 0 {
@@ -219,8 +218,7 @@ impl Segment<'_> {
                 "{prefix}action_mask[0]: true; the first token is always context, a sampled token has something before it"
             ));
         }
-        let actions = count(self.action_mask);
-        self.check_spans(prefix, actions)?;
+        let actions = self.check_spans(prefix)?;
         Ok(Counts {
             tokens,
             actions,
@@ -259,9 +257,11 @@ impl Segment<'_> {
         Ok(())
     }
 
-    fn check_spans(&self, prefix: &str, actions: usize) -> Result<()> {
+    /// Gives the number of sampled tokens.
+    fn check_spans(&self, prefix: &str) -> Result<usize> {
         let tokens = self.action_mask.len();
-        let (mut previous, mut covered) = (None::<Span>, 0);
+        // Between the spans nothing was sampled.
+        let (mut previous, mut covered, mut end, mut bare) = (None::<Span>, 0, 0, 0);
         for (index, span) in self.version_spans.iter().enumerate() {
             let name = || {
                 format!(
@@ -303,10 +303,13 @@ impl Segment<'_> {
                 return fault(format!("{} holds no sampled token", name()));
             }
             covered += inside;
+            bare += count(&self.action_mask[end..start]);
+            end = stop;
             previous = Some(*span);
         }
-        if covered == actions {
-            return Ok(());
+        bare += count(&self.action_mask[end..]);
+        if bare == 0 {
+            return Ok(covered);
         }
         let held = |index: usize| {
             self.version_spans
@@ -321,41 +324,62 @@ impl Segment<'_> {
     }
 }
 
-/// The union of the top bytes of all ids; in blocks, because a stride of 4 keeps the compiler from using wide registers.
-#[inline(never)]
-fn signs(ids: &[u8]) -> u8 {
-    let mut all = [0u8; 64];
-    let blocks = ids.chunks_exact(64);
-    let rest = blocks.remainder();
-    for block in blocks {
-        for (all, byte) in all.iter_mut().zip(block) {
-            *all |= byte;
+wide! {
+    /// Whether all ids are >= 0, all mask bytes 0 or 1 and all log-probs as `logprob_ok` wants them.
+    fn all_ok(ids: &[u8], logprobs: &[u8], mask: &[u8]) -> bool = all_ok_body;
+}
+
+wide! {
+    /// Number of set flags (each 0 or 1).
+    fn count(mask: &[u8]) -> usize = count_body;
+}
+
+/// No branch and nothing that depends on the step before inside a block, so it runs in wide registers.
+#[allow(clippy::inline_always)] // compiled anew for each kind of CPU
+#[allow(clippy::manual_range_contains, clippy::needless_bitwise_bool)] // those would branch
+#[inline(always)]
+fn all_ok_body<const FMA: bool>(ids: &[u8], logprobs: &[u8], mask: &[u8]) -> bool {
+    const LANES: usize = 32;
+    let (ids, logprobs) = (ids.as_chunks::<4>().0, logprobs.as_chunks::<4>().0);
+    let (mut wrong, mut flags) = ([false; LANES], [0u8; LANES]);
+    let mut check = |lane: usize, id: [u8; 4], logprob: [u8; 4], flag: u8| {
+        let (id, logprob) = (i32::from_le_bytes(id), f32::from_le_bytes(logprob));
+        let sampled = (logprob <= 0.0) & (logprob >= f32::MIN);
+        let right = if flag == 0 { logprob.is_nan() } else { sampled };
+        wrong[lane] |= !right | (id < 0);
+        flags[lane] |= flag;
+    };
+    let (id_blocks, id_rest) = ids.as_chunks::<LANES>();
+    let (log_blocks, log_rest) = logprobs.as_chunks::<LANES>();
+    let (mask_blocks, mask_rest) = mask.as_chunks::<LANES>();
+    for ((ids, logprobs), mask) in id_blocks.iter().zip(log_blocks).zip(mask_blocks) {
+        for lane in 0..LANES {
+            check(lane, ids[lane], logprobs[lane], mask[lane]);
         }
     }
-    let ids = all.chunks_exact(4).chain(rest.chunks_exact(4));
-    ids.fold(0, |all, id| all | id[3])
+    for (lane, ((id, logprob), flag)) in id_rest.iter().zip(log_rest).zip(mask_rest).enumerate() {
+        check(lane, *id, *logprob, *flag);
+    }
+    !wrong.contains(&true) && flags.iter().all(|flag| *flag <= 1)
 }
 
-/// Whether `logprob_ok` holds for all; kept out of line, where it compiles to wide registers.
-#[inline(never)]
-fn logprobs_ok(logprobs: &[u8], mask: &[u8]) -> bool {
-    let values = logprobs
-        .chunks_exact(4)
-        .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
-    let wrong = values.zip(mask).fold(0, |wrong, (value, flag)| {
-        let sampled = u32::from(value <= 0.0) & u32::from(value >= f32::MIN);
-        let action = u32::from(*flag);
-        wrong | (sampled ^ action) | (u32::from(value.is_nan()) ^ (1 ^ action))
-    });
-    wrong == 0
-}
-
-#[inline(never)]
-fn count(mask: &[u8]) -> usize {
-    // Sums of 255 bytes at most fit a byte, which keeps the loop in byte lanes.
-    mask.chunks(255)
-        .map(|part| usize::from(part.iter().sum::<u8>()))
-        .sum()
+#[allow(clippy::inline_always)] // compiled anew for each kind of CPU
+#[inline(always)]
+fn count_body<const FMA: bool>(mask: &[u8]) -> usize {
+    const LANES: usize = 64;
+    let (blocks, rest) = mask.as_chunks::<LANES>();
+    let mut count = rest.iter().map(|flag| usize::from(*flag)).sum();
+    // Sums of 255 flags at most fit a byte, which keeps the loop in byte lanes.
+    for part in blocks.chunks(255) {
+        let mut sums = [0u8; LANES];
+        for block in part {
+            for (sum, flag) in sums.iter_mut().zip(block) {
+                *sum += flag;
+            }
+        }
+        count += sums.iter().map(|sum| usize::from(*sum)).sum::<usize>();
+    }
+    count
 }
 
 impl Trajectory<'_> {
@@ -480,8 +504,16 @@ fn check_keys<K: Eq + Hash + std::fmt::Debug, V>(field: &str, entries: &[(K, V)]
             entries.len()
         ));
     }
-    let mut seen = HashSet::with_capacity(entries.len());
-    match entries.iter().find(|(key, _)| !seen.insert(key)) {
+    let mut seen = HashSet::new();
+    let twice = if entries.len() <= 8 {
+        let before = |at: usize| entries[..at].iter().any(|(key, _)| *key == entries[at].0);
+        (0..entries.len())
+            .find(|at| before(*at))
+            .map(|at| &entries[at])
+    } else {
+        entries.iter().find(|(key, _)| !seen.insert(key))
+    };
+    match twice {
         Some((key, _)) => fault(format!("{field}: key {key:?} stands twice")),
         None => Ok(()),
     }

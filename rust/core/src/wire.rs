@@ -5,6 +5,7 @@
 
 use rmp::encode as put;
 
+use crate::checksum::crc32c;
 use crate::error::{Error, Result};
 use crate::trajectory::{
     Counts, Meta, Segment, SegmentKind, Span, TerminationKind, Trajectory, TurnReward, MAX_KEYS,
@@ -185,10 +186,7 @@ fn header_crc(header: &[u8]) -> Option<(usize, u32)> {
     reader.open().ok()?;
     let at = header.len() - reader.0.len() + 1;
     let rest = header.get(at + 4..)?;
-    Some((
-        at,
-        crc32c::crc32c_append(crc32c::crc32c(&header[..at]), rest),
-    ))
+    Some((at, crc32c(&[&header[..at], rest])))
 }
 
 type Put = std::result::Result<(), put::ValueWriteError>;
@@ -287,7 +285,7 @@ fn put_segment(out: &mut Vec<u8>, segment: &Segment, place: Place) -> Put {
         put::write_array_len(out, 3)?;
         put::write_uint(out, offset as u64)?;
         put::write_uint(out, array.len() as u64)?;
-        put::write_uint(out, u64::from(crc32c::crc32c(array)))?;
+        put::write_uint(out, u64::from(crc32c(&[array])))?;
     }
     put::write_str(out, "version_spans")?;
     put::write_array_len(out, segment.version_spans.len() as u32)?;
@@ -372,7 +370,7 @@ pub fn decode<'a>(
             }
             end = offset + size;
             views[column] = &payload[offset..end];
-            let (found, told) = (crc32c::crc32c(views[column]), read.crcs[index][column]);
+            let (found, told) = (crc32c(&[views[column]]), read.crcs[index][column]);
             if found != told {
                 return wire(format!(
                     "segments[{index}].{}: crc32c {found:#010x}, the header announces {told:#010x}",

@@ -1,6 +1,6 @@
 //! Bindings of `sao_core::advantage`.
 
-use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
+use numpy::{IntoPyArray, PyArray1, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
 use sao_core::advantage::{self, Batch, CrossSegment, Lambda, Parameters};
 
@@ -93,22 +93,22 @@ fn advantages<'py>(
         Ok(threads) if threads > 0 => threads,
         _ => return Err(validation(format!("threads: {threads} must be at least 1"))),
     };
-    let compute = || {
-        let (mut out, mut targets) = (vec![0.0f32; tokens], vec![0.0f32; tokens]);
-        let lambdas =
-            guard(|| advantage::advantages(&batch, &parameters, threads, &mut out, &mut targets))?;
-        Ok::<_, PyErr>((out, targets, lambdas))
-    };
-    let (out, targets, lambdas) = if tokens > DETACH_TOKENS {
+    // NumPy's own zeros: it asks for huge pages, which halves the time of a large batch.
+    let (out, targets) = (
+        PyArray1::<f32>::zeros(py, tokens, false),
+        PyArray1::<f32>::zeros(py, tokens, false),
+    );
+    let (mut out_view, mut target_view) = (out.readwrite(), targets.readwrite());
+    let (out_slice, target_slice) = (out_view.as_slice_mut()?, target_view.as_slice_mut()?);
+    let mut compute =
+        || guard(|| advantage::advantages(&batch, &parameters, threads, out_slice, target_slice));
+    let lambdas = if tokens > DETACH_TOKENS {
         py.detach(compute)?
     } else {
         compute()?
     };
-    Ok((
-        out.into_pyarray(py),
-        targets.into_pyarray(py),
-        lambdas.into_pyarray(py),
-    ))
+    drop((out_view, target_view));
+    Ok((out, targets, lambdas.into_pyarray(py)))
 }
 
 /// Adds this topic to the module.

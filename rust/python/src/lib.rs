@@ -8,6 +8,7 @@ mod array;
 mod buffer;
 mod error;
 mod ledger;
+mod objects;
 mod pace;
 mod pack;
 mod staleness;

@@ -12,12 +12,16 @@ use sao_core::trajectory::{
 use sao_core::wire::{self, Limits, Place};
 
 use crate::error::{guard, validation};
+use crate::objects;
 
 /// Payloads longer than this are worked on without the GIL.
 const DETACH_BYTES: usize = 1 << 16;
 
-/// A contiguous buffer, borrowed from Python for as long as this lives.
-struct Bytes(PyUntypedBuffer);
+/// A contiguous buffer, borrowed from Python for as long as this lives; `owner` keeps it beyond that.
+struct Bytes {
+    buffer: PyUntypedBuffer,
+    owner: Py<PyMemoryView>,
+}
 
 impl Bytes {
     fn any(object: &Bound<'_, PyAny>, field: &str) -> PyResult<Self> {
@@ -37,7 +41,10 @@ impl Bytes {
                 buffer.shape()
             )));
         }
-        Ok(Self(buffer))
+        Ok(Self {
+            buffer,
+            owner: view.unbind(),
+        })
     }
 
     /// As `any`, with a check of the element type.
@@ -49,27 +56,29 @@ impl Bytes {
         dtype: &str,
     ) -> PyResult<Self> {
         let bytes = Self::any(object, field)?;
-        if !formats.contains(&bytes.0.format()) || bytes.0.dimensions() != dims {
+        if !formats.contains(&bytes.buffer.format()) || bytes.buffer.dimensions() != dims {
             return Err(validation(format!(
                 "{field}: {} dimension(s) of format {:?}, expected {dims} of {dtype}",
-                bytes.0.dimensions(),
-                bytes.0.format()
+                bytes.buffer.dimensions(),
+                bytes.buffer.format()
             )));
         }
         Ok(bytes)
     }
 
     fn slice(&self) -> &[u8] {
-        if self.0.len_bytes() == 0 {
+        if self.buffer.len_bytes() == 0 {
             return &[];
         }
         // SAFETY: the buffer is contiguous, `len_bytes` long and held by `self`. A writable buffer is only read while
         // the GIL is held (`frozen`), so that Python code cannot change it meanwhile.
-        unsafe { std::slice::from_raw_parts(self.0.buf_ptr().cast::<u8>(), self.0.len_bytes()) }
+        unsafe {
+            std::slice::from_raw_parts(self.buffer.buf_ptr().cast::<u8>(), self.buffer.len_bytes())
+        }
     }
 
     fn frozen(&self) -> bool {
-        self.0.readonly()
+        self.buffer.readonly()
     }
 }
 
@@ -132,10 +141,10 @@ impl SegmentBuffers {
             &[c"l", c"<l", c"q", c"<q"],
             "int64",
         )?;
-        if spans.0.shape()[1] != 3 {
+        if spans.buffer.shape()[1] != 3 {
             return Err(validation(format!(
                 "{prefix}version_spans: shape {:?}, expected (k, 3)",
-                spans.0.shape()
+                spans.buffer.shape()
             )));
         }
         let numbers: Vec<i64> = spans
@@ -337,8 +346,7 @@ fn decode_checked<'a>(
     }
 }
 
-/// Checks header and payload; returns the fields, and per segment (kind, length, offsets of ids, log-probs and mask,
-/// version spans as int64 bytes), from which `sao.trajectory.decode` makes views. Raises `WireError`.
+/// Checks header and payload and returns the `sao.Trajectory`, whose arrays are views of `payload`. Raises `WireError`.
 #[pyfunction]
 #[pyo3(signature = (header, payload, max_bytes, max_segments))]
 fn decode<'py>(
@@ -347,76 +355,14 @@ fn decode<'py>(
     payload: &Bound<'py, PyAny>,
     max_bytes: usize,
     max_segments: usize,
-) -> PyResult<(Bound<'py, PyDict>, Vec<Bound<'py, PyTuple>>)> {
+) -> PyResult<Bound<'py, PyAny>> {
     let (header, payload) = (received(header, "header")?, received(payload, "payload")?);
-    let (t, places) = decode_checked(
-        py,
-        &header,
-        &payload,
-        Limits {
-            max_bytes,
-            max_segments,
-        },
-    )?;
-    let fields = PyDict::new(py);
-    fields.set_item(intern!(py, "id"), PyBytes::new(py, &t.id))?;
-    fields.set_item(intern!(py, "task_ordinal"), t.task_ordinal)?;
-    fields.set_item(intern!(py, "attempt"), t.attempt)?;
-    fields.set_item(intern!(py, "env"), &t.env)?;
-    fields.set_item(intern!(py, "reward"), t.reward)?;
-    fields.set_item(
-        intern!(py, "termination"),
-        (t.termination.name(), &t.reason),
-    )?;
-    fields.set_item(intern!(py, "temperature"), t.temperature)?;
-    let turns = t
-        .turn_rewards
-        .iter()
-        .map(|turn| (turn.segment, turn.position, turn.reward));
-    fields.set_item(
-        intern!(py, "turn_rewards"),
-        PyTuple::new(py, turns.collect::<Vec<_>>())?,
-    )?;
-    let fingerprints = PyDict::new(py);
-    for (version, text) in &t.fingerprints {
-        fingerprints.set_item(version, text)?;
-    }
-    fields.set_item(intern!(py, "fingerprints"), fingerprints)?;
-    let timings = PyDict::new(py);
-    for (name, value) in &t.timings_s {
-        timings.set_item(name, value)?;
-    }
-    fields.set_item(intern!(py, "timings_s"), timings)?;
-    let metadata = PyDict::new(py);
-    for (name, value) in &t.metadata {
-        match value {
-            Meta::Null => metadata.set_item(name, py.None())?,
-            Meta::Bool(flag) => metadata.set_item(name, flag)?,
-            Meta::Int(number) => metadata.set_item(name, number)?,
-            Meta::Float(number) => metadata.set_item(name, number)?,
-            Meta::Text(text) => metadata.set_item(name, text)?,
-        }
-    }
-    fields.set_item(intern!(py, "metadata"), metadata)?;
-    let rows = t.segments.iter().zip(&places).map(|(segment, place)| {
-        let [ids, logs, mask] = place.offsets;
-        let spans: Vec<u8> = segment
-            .version_spans
-            .iter()
-            .flat_map(|span| [span.start, span.stop, span.version])
-            .flat_map(i64::to_le_bytes)
-            .collect();
-        (
-            segment.kind.name(),
-            place.tokens,
-            ids,
-            logs,
-            mask,
-            PyBytes::new(py, &spans),
-        )
-            .into_pyobject(py)
-    });
-    Ok((fields, rows.collect::<PyResult<_>>()?))
+    let limits = Limits {
+        max_bytes,
+        max_segments,
+    };
+    let (found, _) = decode_checked(py, &header, &payload, limits)?;
+    objects::trajectory(payload.owner.bind(py), &found)
 }
 
 /// Reads a header alone (or, with the payload, checks all of both) and returns its facts. Raises `WireError`.

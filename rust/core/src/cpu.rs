@@ -1,0 +1,60 @@
+//! Hot loops compiled twice: for any CPU of the target, and for one with AVX2 and FMA, chosen at run time.
+//!
+//! One of the two places with `unsafe` (the other is the ring). The bodies themselves are safe code.
+
+/// `wide! { fn name(arguments) -> Result = body; }` defines `name`, which runs `body::<true>` compiled for AVX2 and FMA
+/// where the CPU has both, else `body::<false>`. `body` must be `#[inline(always)]`, or it is not compiled anew.
+macro_rules! wide {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? = $body:ident;) => {
+        $(#[$meta])*
+        $vis fn $name($($arg: $ty),*) $(-> $ret)? {
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx2,bmi1,bmi2,fma,lzcnt,popcnt")]
+                fn wide($($arg: $ty),*) $(-> $ret)? {
+                    $body::<true>($($arg),*)
+                }
+                #[target_feature(enable = "avx2,bmi1,bmi2,fma,lzcnt,popcnt,avx512f,avx512bw,avx512dq,avx512vl")]
+                fn wider($($arg: $ty),*) $(-> $ret)? {
+                    $body::<true>($($arg),*)
+                }
+                // SAFETY: both are safe code; all they need is a CPU with their features, which was just found out.
+                #[allow(unsafe_code)]
+                match $crate::cpu::width() {
+                    $crate::cpu::Width::Avx512 => return unsafe { wider($($arg),*) },
+                    $crate::cpu::Width::Avx2 => return unsafe { wide($($arg),*) },
+                    $crate::cpu::Width::Base => {}
+                }
+            }
+            $body::<false>($($arg),*)
+        }
+    };
+}
+pub(crate) use wide;
+
+/// What `wide!` compiles for.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Width {
+    Base,
+    Avx2,
+    Avx512,
+}
+
+/// The widest of them that this CPU can run.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn width() -> Width {
+    use std::arch::is_x86_feature_detected as has;
+    let two = has!("avx2")
+        && has!("bmi1")
+        && has!("bmi2")
+        && has!("fma")
+        && has!("lzcnt")
+        && has!("popcnt");
+    let four = has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl");
+    match (two, four) {
+        (true, true) => Width::Avx512,
+        (true, false) => Width::Avx2,
+        _ => Width::Base,
+    }
+}
