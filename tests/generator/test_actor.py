@@ -151,8 +151,9 @@ def running(broker: Broker, config: Config, engine: Any, ready: bool = True) -> 
 
     def connect(**callbacks: Any) -> Client:
         return Client(
-            broker.actor.endpoint, role="generator", name="g0", heartbeat_s=0.1, peer_timeout_s=1.0, **callbacks
-        )
+            broker.actor.endpoint, role="generator", name="g0", heartbeat_s=0.1, peer_timeout_s=1.0,
+            max_message_bytes=config.transport.max_message_bytes, **callbacks,
+        )  # fmt: skip
 
     made: list[Generator] = []
     raised: list[BaseException] = []
@@ -357,6 +358,23 @@ def test_an_engine_that_failed_once_costs_one_task(tiny_model: Path, broker: Bro
         broker.tasks(2)
         broker.wait(lambda: broker.trajectories)
     assert failure["reason"] == "engine_error" and "hiccup" in failure["detail"]
+
+
+def test_a_trajectory_larger_than_a_message_may_be_is_a_failure_of_its_own(broker: Broker, tiny_model: Path) -> None:
+    large = configured(
+        tiny_model,
+        sampling={"max_response_tokens": 9000, "context_tokens": 20_000},
+        learner={"row_tokens": 20_000},
+        transport=FAST | {"max_message_bytes": 1 << 16},
+    )
+    engine = engine_that(lambda r, n: Reply([20] * (8000 if r.session.startswith("train/1/") else 3) + [END]))
+    with running(broker, large, engine):
+        broker.tasks(1, 2)
+        broker.wait(lambda: broker.trajectories and broker.all("failure"))
+        (failure,) = broker.all("failure")
+        assert failure["ordinal"] == 1 and failure["reason"] == "bad_trajectory"
+        assert "transport.max_message_bytes = 65536" in failure["detail"] and failure["sampled_tokens"] == 16002
+        assert [trajectory.task_ordinal for trajectory in broker.trajectories] == [2]
 
 
 def test_a_wrong_environment_is_a_wrong_configuration(tiny_model: Path, broker: Broker) -> None:

@@ -243,6 +243,29 @@ def test_failures_have_a_reason_and_no_reward(tiny_model: Path, case: str) -> No
     assert progress.sampled_tokens == 3 * len(env.heard)
 
 
+class Blunt(Play):
+    """An environment whose methods are plain functions: they raise, or return, where an awaitable is expected."""
+
+    def __init__(self, where: str, what: Any) -> None:
+        super().__init__(done(1.0))
+        setattr(self, where, lambda *_: (_ for _ in ()).throw(what) if isinstance(what, Exception) else what)
+
+
+@pytest.mark.parametrize(
+    ("env", "reason"),
+    [
+        (Blunt("reset", RuntimeError("no disk")), "reset_error"),
+        (Blunt("reset", FIRST), "reset_error"),
+        (Blunt("step", EnvironmentFailure("tool_gone")), "tool_gone"),
+        (Blunt("step", done(1.0)), "step_error"),
+    ],
+)
+def test_an_environment_with_plain_functions_fails_like_any_other(tiny_model: Path, env: Blunt, reason: str) -> None:
+    with pytest.raises(EnvironmentFailure) as caught:
+        play(tiny_model, env)
+    assert caught.value.reason == reason
+
+
 ENGINE_FAULTS = {
     "nan": (Reply([20, 21, END], [-1, math.nan, -2]), "bad_logprob"),
     "minus infinity": (Reply([20, 21, END], [-1, -math.inf, -2]), "bad_logprob"),

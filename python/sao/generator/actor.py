@@ -18,7 +18,16 @@ import numpy as np
 from sao.config import Config
 from sao.envs import registry
 from sao.envs.protocol import Environment
-from sao.errors import ClosedError, ConfigError, EngineError, EnvironmentFailure, Error, ValidationError, WeightsError
+from sao.errors import (
+    ClosedError,
+    ConfigError,
+    EngineError,
+    EnvironmentFailure,
+    Error,
+    ValidationError,
+    WeightsError,
+    WireError,
+)
 from sao.generator.compaction import Compactor
 from sao.generator.engine import Engine, Request, check_completion
 from sao.generator.episode import Progress, Task, run_episode
@@ -217,7 +226,7 @@ class Generator:
                 await self.check_engine()  # an engine that is broken for good ends this process, not the run
         except ConfigError as error:
             reason, detail = "reset_error", str(error)
-        except ValidationError as error:
+        except (ValidationError, WireError) as error:  # not to be encoded, or larger than a message may be
             reason, detail = "bad_trajectory", str(error)
         await self._give_up(task, reason, detail, progress)
 
@@ -289,12 +298,17 @@ class Generator:
             self._fail(error)
 
     async def _ask(self, kind: str, body: dict[str, Any], frames: tuple[bytes, ...] = ()) -> Message | None:
-        """Sends and waits for the acknowledgement; None when the line is gone, which ends `run` elsewhere."""
+        """Sends and waits for the acknowledgement; None when the line is gone, which ends `run` elsewhere.
+
+        Raises `WireError` for a message that is too large, before anything is sent.
+        """
         assert self._client is not None
         try:
             return await asyncio.wrap_future(self._client.send(kind, body, frames))
         except ClosedError:
             return None
+        except WireError:
+            raise
         except Error as error:
             self._fail(error)
             return None

@@ -18,8 +18,9 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -115,7 +116,9 @@ class _Episode:
     async def play(self) -> Trajectory:
         limit_s, max_turns = self.config.env.step_timeout_s, self.config.env.max_turns
         messages = check_messages(
-            await self._timed("reset", bounded(self.env.reset(self.task.seed, self.task.split), limit_s, "reset")),
+            await self._timed(
+                "reset", bounded(partial(self.env.reset, self.task.seed, self.task.split), limit_s, "reset")
+            ),
             "reset",
         )
         if not self.window.open(messages):
@@ -129,7 +132,7 @@ class _Episode:
         while True:
             completion = await self._generate()
             text = self.renderer.decode(completion.token_ids)
-            raw = await self._timed("step", bounded(self.env.step(text), limit_s, "step"))
+            raw = await self._timed("step", bounded(partial(self.env.step, text), limit_s, "step"))
             result = check_step(raw, self.env.reward_range)
             if result.done:
                 assert result.reward is not None
@@ -224,14 +227,19 @@ class _Episode:
         )
 
 
-async def bounded(call: Awaitable[T], limit_s: float, what: str) -> T:
-    """Awaits an environment's call for at most `limit_s` seconds.
+async def bounded(call: Callable[[], Awaitable[T]], limit_s: float, what: str) -> T:
+    """Makes an environment's call and awaits it for at most `limit_s` seconds.
 
     A call that does not end when it is cancelled (a tool that blocks in a thread) is left behind: it holds up neither
     this episode nor any other. Raises `EnvironmentFailure`: "timeout", the environment's own, or "reset_error" /
     "step_error" for any other exception.
     """
-    task: asyncio.Future[T] = asyncio.ensure_future(call)
+    try:
+        task: asyncio.Future[T] = asyncio.ensure_future(call())
+    except EnvironmentFailure:
+        raise
+    except Exception as error:  # a method that is not `async`: it has raised, or returned what cannot be awaited
+        raise EnvironmentFailure(f"{what}_error", f"{type(error).__name__}: {error}") from error
     try:
         await asyncio.wait({task}, timeout=limit_s)
     except asyncio.CancelledError:
@@ -257,6 +265,6 @@ def _abandon(task: asyncio.Future[Any]) -> None:
 async def _close(env: Environment, limit_s: float) -> None:
     """Closes the environment; what goes wrong here is logged, the episode's own result stands."""
     try:
-        await bounded(env.close(), limit_s, "close")
+        await bounded(env.close, limit_s, "close")
     except EnvironmentFailure as failure:
         log.warning("environment: close: %s", failure)
