@@ -16,6 +16,8 @@ ENTRY_POINT_GROUP = "sao.environments"
 
 _BUILT_IN = {
     "lookup": "sao.envs.lookup:Lookup",
+    "recall": "sao.envs.recall:Recall",
+    "workspace": "sao.envs.workspace:Workspace",
     "reasoning_gym": "sao.envs.reasoning_gym:ReasoningGym",
 }
 

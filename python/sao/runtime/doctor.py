@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sao.envs import registry
+from sao.envs import registry, sandbox
 from sao.errors import Error
 from sao.runtime import folders, launch
 from sao.transport.actor import Actor
@@ -84,6 +84,7 @@ def findings() -> list[Finding]:
         _core,
         _torch,
         _packages,
+        _sandbox,
         _machine,
         _sockets,
         _leftovers,
@@ -130,6 +131,13 @@ def _packages() -> list[Finding]:
         here = importlib.util.find_spec(package) is not None
         found.append(Finding(package, "ok", _version(package)) if here else Finding(package, "note", without))
     return [*found, Finding("environments", "ok", ", ".join(registry.names()))]
+
+
+def _sandbox() -> list[Finding]:
+    path, found = sandbox.bubblewrap()
+    if path is not None:
+        return [Finding("sandbox", "ok", f"{found} ({path})")]
+    return [Finding("sandbox", "note", f"environment 'workspace' refuses to run scripts: {found}")]
 
 
 def _version(package: str) -> str:

@@ -1,0 +1,264 @@
+"""Runs a shell script that nobody trusts: namespaces by bubblewrap, resource limits always.
+
+With bubblewrap (`bwrap`, in Debian's package of that name) the script sees the system's programs read-only, the folders
+that it was given and a private /tmp; it has no network, no capabilities, no other processes and none of this process's
+environment; when it ends, so does everything that it has started. Without bubblewrap a `Sandbox` is refused, unless
+`allow_unprotected` says that the machine itself is the sandbox: then `unshare` still takes network and processes away
+(and is required), but files are protected by nothing more than their permissions.
+
+CPU time, address space, file size and number of processes are limited by rlimits, wall-clock time by a kill of the
+whole process tree. Address space and file size are limits of one process and one file; the product with the number
+of processes bounds the sum. Run as root, scripts get a user of their own: root is exempt from the limit of processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from sao.errors import ConfigError, EnvironmentFailure
+
+_UIDS = range(20_000, 60_000)  # of nobody in particular; a sandbox that root has made takes one of them
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
+_START_S = 10.0  # that namespaces get to come up, and a killed tree to be gone
+_PROBE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one script: seconds, bytes and processes. `output_bytes`: of stdout and stderr together that are kept."""
+
+    wall_s: float = 20.0
+    cpu_s: int = 10
+    memory_bytes: int = 1 << 30
+    file_bytes: int = 1 << 24
+    tmp_bytes: int = 1 << 26
+    processes: int = 64
+    output_bytes: int = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a script did. exit_code: negative for a signal. timed_out: it was killed at `wall_s`."""
+
+    exit_code: int
+    output: bytes
+    timed_out: bool
+    cut: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder of the host, what it is called inside, and whether it may be written to."""
+
+    host: Path
+    inside: str
+    writable: bool = False
+
+
+@lru_cache(maxsize=1)
+def bubblewrap() -> tuple[str | None, str]:
+    """(path of a `bwrap` that works here or None, its version or why there is none)."""
+    path = shutil.which("bwrap")
+    if path is None:
+        return None, "bwrap is not installed (Debian, Ubuntu: apt install bubblewrap)"
+    return _probe(path, [path, *_bwrap_flags(), "--ro-bind", "/", "/", "true"], [path, "--version"])
+
+
+@lru_cache(maxsize=1)
+def namespaces() -> tuple[str | None, str]:
+    """(path of an `unshare` that works here or None, its version or why there is none)."""
+    path = shutil.which("unshare")
+    if path is None:
+        return None, "unshare is not installed (util-linux)"
+    return _probe(path, [path, *_unshare_flags(), "true"], [path, "--version"])
+
+
+def _probe(path: str, trial: Sequence[str], asked: Sequence[str]) -> tuple[str | None, str]:
+    try:
+        for command in (trial, asked):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_S, check=True)
+    except subprocess.CalledProcessError as error:
+        return None, f"{path} does not work here: {error.stderr.strip() or error}"
+    except (OSError, subprocess.SubprocessError) as error:
+        return None, f"{path} does not work here: {error}"
+    return path, done.stdout.strip()
+
+
+def _root() -> bool:
+    return os.geteuid() == 0
+
+
+def _bwrap_flags() -> list[str]:
+    # Root needs no user namespace, and in one it could not change to another user.
+    separate = ("pid", "net", "ipc", "uts", *(() if _root() else ("user",)))
+    kept = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP") if _root() else ()
+    return [
+        *(f"--unshare-{name}" for name in separate),
+        "--die-with-parent",
+        "--new-session",
+        "--cap-drop",
+        "ALL",
+        *kept,
+    ]
+
+
+def _unshare_flags() -> list[str]:
+    user = () if _root() else ("--user",)
+    return [*user, "--net", "--ipc", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+
+
+class Sandbox:
+    """Runs scripts under one set of limits.
+
+    Raises `ConfigError` when neither bubblewrap nor, with `allow_unprotected`, `unshare` works here.
+    """
+
+    def __init__(self, limits: Limits | None = None, *, allow_unprotected: bool = False) -> None:
+        self.limits = limits or Limits()
+        self._uid = random.SystemRandom().choice(_UIDS) if _root() else None
+        self._bwrap, found = bubblewrap()
+        self._unshare: str | None = None
+        if self._bwrap is None:
+            if not allow_unprotected:
+                raise ConfigError(
+                    f"env: scripts of the policy would run without a sandbox: {found}; install it, or set"
+                    " env.args.allow_unprotected = true where the machine itself may be lost"
+                )
+            self._unshare, why = namespaces()
+            if self._unshare is None:
+                raise ConfigError(f"env: no sandbox: {found}; and {why}")
+
+    @property
+    def protects_files(self) -> bool:
+        """Whether files outside of the given folders are out of reach."""
+        return self._bwrap is not None
+
+    def place(self, folder: Folder) -> str:
+        """What a folder is called inside: its own path, where there is no bubblewrap to give it another."""
+        return folder.inside if self.protects_files else str(folder.host)
+
+    def own(self, folder: Path) -> None:
+        """Gives a folder and everything in it to the user under whom scripts run."""
+        if self._uid is not None:
+            for path in (folder, *folder.rglob("*")):
+                os.chown(path, self._uid, self._uid, follow_symlinks=False)
+
+    async def run(
+        self,
+        script: str,
+        folders: Sequence[Folder],
+        *,
+        environment: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+    ) -> Outcome:
+        """Runs `/bin/sh -c script` in the first folder.
+
+        Raises `EnvironmentFailure("sandbox_error")` if the sandbox did not come up: then the script has not run.
+        """
+        mark = secrets.token_hex(8).encode() + b"\n"
+        command = self._command(folders, environment or {}, mark, script)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd="/",
+                env={},
+            )
+        except OSError as error:
+            raise EnvironmentFailure("sandbox_error", f"{command[0]}: {error}") from error
+        kept, timed_out = bytearray(), False
+        most = self.limits.output_bytes + len(mark)
+        try:
+            async with asyncio.timeout(self.limits.wall_s):
+                _, cut = await asyncio.gather(_feed(process, stdin), _read(process, kept, most))
+                await process.wait()
+        except TimeoutError:
+            timed_out, cut = True, len(kept) >= most
+        finally:
+            await _kill(process)
+        if not kept.startswith(mark):
+            raise EnvironmentFailure("sandbox_error", f"the sandbox did not start: {bytes(kept[:400])!r}")
+        assert process.returncode is not None
+        return Outcome(process.returncode, bytes(kept[len(mark) :]), timed_out, cut)
+
+    def _command(
+        self, folders: Sequence[Folder], environment: Mapping[str, str], mark: bytes, script: str
+    ) -> list[str]:
+        limits = self.limits
+        variables = {"PATH": f"{Path(sys.base_prefix) / 'bin'}:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
+        rlimits = [
+            *("prlimit", f"--cpu={limits.cpu_s}", f"--as={limits.memory_bytes}", f"--fsize={limits.file_bytes}"),
+            *(f"--nproc={limits.processes}", "--core=0", "--nofile=256", "--"),
+        ]
+        if self._uid is not None:
+            rlimits += ["setpriv", f"--reuid={self._uid}", f"--regid={self._uid}", "--clear-groups", "--no-new-privs"]
+            rlimits += ["--bounding-set=-all", "--inh-caps=-all", "--"]
+        # The mark tells a script that has begun from a sandbox that has not; the script itself never sees it.
+        inner = [*rlimits, "/bin/sh", "-c", f'cd "$2" && echo {mark.decode().strip()} && exec /bin/sh -c "$1"']
+        inner += ["sh", script, self.place(folders[0])]
+        pairs = {**variables, **environment}
+        if self._bwrap is None:
+            assert self._unshare is not None
+            settings = [f"{name}={value}" for name, value in pairs.items()]
+            return [self._unshare, *_unshare_flags(), "env", "-i", *settings, *inner]
+        system = [path for path in (*_SYSTEM, sys.base_prefix) if Path(path).exists()]
+        above = sorted({str(folder) for path in system for folder in Path(path).parents} - {"/"})  # else 0700, root's
+        binds = [part for path in above for part in ("--perms", "0755", "--dir", path)]
+        binds += [part for path in system for part in ("--ro-bind", path, path)]
+        for folder in folders:
+            binds += ["--bind" if folder.writable else "--ro-bind", str(folder.host), folder.inside]
+        return [
+            *(self._bwrap, *_bwrap_flags(), "--clearenv"),
+            *(part for name, value in pairs.items() for part in ("--setenv", name, value)),
+            *("--proc", "/proc", "--dev", "/dev", "--perms", "1777"),
+            *("--size", str(limits.tmp_bytes), "--tmpfs", "/tmp"),
+            *binds,
+            *("--chdir", "/", "--", *inner),
+        ]
+
+
+async def _feed(process: asyncio.subprocess.Process, data: bytes) -> None:
+    assert process.stdin is not None
+    with suppress(BrokenPipeError, ConnectionResetError):  # the script does not read
+        process.stdin.write(data)
+        await process.stdin.drain()
+        process.stdin.close()
+
+
+async def _read(process: asyncio.subprocess.Process, kept: bytearray, most: int) -> bool:
+    """Reads to the end, since a script that writes into a full pipe waits; keeps `most` bytes. Whether it was more."""
+    assert process.stdout is not None
+    cut = False
+    while part := await process.stdout.read(1 << 16):
+        cut = cut or len(kept) + len(part) > most
+        kept += part[: most - len(kept)]
+    return cut
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    """Ends the whole tree: the process that is killed is, or takes along, the first of its process namespace."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    try:
+        async with asyncio.timeout(_START_S):
+            await process.wait()
+    except TimeoutError:
+        raise EnvironmentFailure(
+            "timeout", f"process {process.pid} did not end within {_START_S:g} s of SIGKILL"
+        ) from None
