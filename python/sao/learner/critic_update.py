@@ -63,7 +63,9 @@ class CriticUpdate:
                 after = self._values(work)
             with clock.of("advantages"):
                 advantages, _, lambdas = self._estimate(batch, *after)
-        work.metrics["lambda/mean"] = float(lambdas.mean())
+        known = lambdas[np.isfinite(lambdas)]  # a trajectory without action tokens has none
+        if known.size:
+            work.metrics["lambda/mean"] = float(known.mean())
         if work.record is not None:
             work.record.put(targets=targets, values=values)
         return advantages, None
