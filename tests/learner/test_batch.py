@@ -108,9 +108,12 @@ def test_the_checksum_sees_every_array(rng):
     from dataclasses import replace
 
     batch = flatten(random_batch(2, 3), 0)
-    changed = [
-        replace(batch, **{name: np.roll(getattr(batch, name), 1)})
-        for name in ("token_ids", "action_mask", "logprobs", "lags", "segment_offsets")
-    ]
+    offsets = ("segment_offsets", "trajectory_offsets")
+    names = ("token_ids", "action_mask", "logprobs", "lags", "ordinals", *offsets)
+    changed = [replace(batch, **{name: np.roll(getattr(batch, name), 1)}) for name in names]
     changed.append(replace(batch, rewards=1 - batch.rewards))
-    assert len({batch.checksum(), *(other.checksum() for other in changed)}) == 7
+    changed.append(replace(batch, temperatures=batch.temperatures + 0.5))
+    changed.append(replace(batch, truncated=~batch.truncated))
+    earned = [(np.array([1]), np.array([reward], dtype=np.float32)) for reward in (0.5, 1.0)]
+    changed += [replace(batch, turn_rewards=one) for one in earned]
+    assert len({batch.checksum(), *(other.checksum() for other in changed)}) == 1 + len(changed) == 13

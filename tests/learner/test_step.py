@@ -145,6 +145,19 @@ def test_as_many_updates_however_many_segments(tiny_model):
     assert {int(entry["step"]) for entry in moments(learner.critic_optimizer).values()} == {2}
 
 
+def test_a_rollout_without_trained_tokens_takes_no_part(tiny_model):
+    """Left with summaries alone, where those are not trained, it changes no number but those that count rollouts."""
+    rng = np.random.default_rng(0)
+    busy = [make_trajectory(rng, [make_segment(rng, [(3, 4)])], reward=r) for r in (1.0, 0.0)]
+    idle = make_trajectory(rng, [make_segment(rng, [(3, 2)], kind="summary")], reward=1.0)
+    config = make_config(tiny_model, compaction__train_summaries=False)
+    alone, together = (Learner(config).step(batch).metrics for batch in (busy, [*busy, idle]))
+    assert together["lambda/mean"] == alone["lambda/mean"] == pytest.approx(1 - 1 / (1.5 * 4))
+    for name in ("loss/policy", "loss/critic_1", "loss/critic_2", "policy/grad_norm", "tokens/action", "advantage/std"):
+        assert together[name] == pytest.approx(alone[name], rel=1e-12), name
+    assert together["tokens/masked"] == alone["tokens/masked"] + 2 and together["reward/mean"] == pytest.approx(2 / 3)
+
+
 # -- what moves, and which way
 
 

@@ -71,7 +71,11 @@ class Batch:
 
     def checksum(self) -> int:
         """CRC-32 over everything that decides the step, to compare between ranks."""
-        arrays = (self.token_ids, self.action_mask, self.logprobs, self.lags, self.segment_offsets, self.rewards)
+        arrays = (
+            *(self.token_ids, self.action_mask, self.logprobs, self.lags, self.segment_offsets),
+            *(self.trajectory_offsets, self.ordinals, self.rewards, self.temperatures, self.truncated),
+            *(self.turn_rewards or ()),
+        )
         value = 0
         for array in arrays:
             value = zlib.crc32(np.ascontiguousarray(array).data, value)
