@@ -62,7 +62,7 @@ def trajectory(
 class World:
     """Scripted generators and a learner around a real `State`; `now` is moved by the test."""
 
-    def __init__(self, cfg: Config | None = None, ledger: str | Path | None = None) -> None:
+    def __init__(self, cfg: Config | None = None, ledger: str | Path | None = None, resumed: int | None = None) -> None:
         self.now = 0.0
         self.tasks: dict[str, list[dict[str, Any]]] = {}
         self.pushes: list[tuple[str, str, dict[str, Any]]] = []
@@ -73,7 +73,9 @@ class World:
         self.n_takes = 0
         self.ledger = _core.Ledger(None if ledger is None else str(ledger))
         self.config = cfg or config()
-        self.state = State(self.config, self.ledger, self, self.now)
+        if resumed is not None:
+            self.ledger.rewind(resumed)
+        self.state = State(self.config, self.ledger, self, self.now, resumed)
 
     # the wire
 

@@ -14,6 +14,7 @@ from sao.broker import report
 from sao.broker.state import State
 from sao.config import Config
 from sao.errors import ClosedError, LedgerError, TransportError, WireError
+from sao.faults import point
 from sao.transport.actor import LATER, Actor
 from sao.transport.mailbox import GOODBYE, Peer, Reply, Request
 from sao.transport.messages import Buffer
@@ -31,12 +32,14 @@ LEARNER_GRACE_S: Final = 60.0  # for a learner that has left to come back
 class Broker:
     """Serves `endpoint` until the run is done and its workers have left; after `end`, `shutdown_s` later at the latest.
 
-    The ledger is `<run_folder>/ledger.log`; tasks that an earlier broker left unfinished there are started again.
-    Raises `TransportError` when it cannot listen and `LedgerError` when the ledger is damaged.
+    The ledger is `<run_folder>/ledger.log`; tasks that an earlier broker left unfinished there are started again. With
+    `resume_step` those that were trained in later steps are, too: the learner has lost these steps. Raises
+    `TransportError` when it cannot listen and `LedgerError` when the ledger is damaged.
     """
 
-    def __init__(self, config: Config, run_folder: Path, endpoint: str) -> None:
+    def __init__(self, config: Config, run_folder: Path, endpoint: str, resume_step: int | None = None) -> None:
         self._config = config
+        self._early: deque[tuple[str, dict[str, Any]]] = deque(maxlen=KEPT_MESSAGES)
         transport = config.transport
         self.actor = Actor(
             endpoint,
@@ -48,15 +51,19 @@ class Broker:
         )
         try:
             self.ledger = _core.Ledger(str(run_folder / "ledger.log"))
-            self.state = State(config, self.ledger, self, time.monotonic())
+            back = [] if resume_step is None else self.ledger.rewind(resume_step)
+            point("ledger.rewound")
+            self.state = State(config, self.ledger, self, time.monotonic(), resume_step)
         except BaseException:
             self.actor.close(0)
             raise
         self._mailbox = self.actor.mailbox
-        self._early: deque[tuple[str, dict[str, Any]]] = deque(maxlen=KEPT_MESSAGES)
         self._takes: dict[Hashable, Request] = {}
         self._endings = 0
         self._closing_since: float | None = None
+        if back:
+            steps, count = f"{back[-1]['step']} to {back[0]['step']}", sum(len(step["tasks"]) for step in back)
+            self.state.event("warning", f"steps {steps} are lost; their {count} tasks are played again")
         self._register()
 
     def run(self) -> None:
@@ -107,6 +114,7 @@ class Broker:
 
     def batch(self, take: Hashable, body: dict[str, Any], frames: tuple[Buffer, ...]) -> None:
         """Answers a waiting `take`; the frames are views of the buffer's memory and are not copied."""
+        point("broker.leased")
         self._answer_take(take, Reply("batch", body, frames))
 
     def no_batch(self, take: Hashable, reason: str) -> None:
@@ -135,7 +143,8 @@ class Broker:
         on("failure", "generator", self._failure)
         on("eval_result", "generator", lambda r, now: Reply(body=self.state.eval_result(r.peer.name, r.body, now)))
         on("take", "learner", self._take)
-        on("commit", "learner", lambda r, now: Reply(body=self.state.commit(r.body, now)))
+        on("commit", "learner", self._commit)
+        on("event", "learner", lambda r, _: self.state.event(r.body["level"], r.body["text"]))
         on("stop", "supervisor", lambda r, now: self.state.finish(r.body["reason"], now, ok=False))
         actor.on("snapshot", lambda r: Reply("snapshot", self.snapshot()))
         actor.on("error", self._worker_error, *WORKERS)
@@ -168,7 +177,12 @@ class Broker:
             raise WireError(f"failure.sampled_tokens: {tokens} is not in [0, {MAX_TOKENS})")
         return Reply(body=self.state.failure(request.peer.name, request.body, now))
 
+    def _commit(self, request: Request, now: float) -> Reply:
+        point("broker.commit")
+        return Reply(body=self.state.commit(request.body, now))
+
     def _take(self, request: Request, now: float) -> Reply:
+        point("broker.take")
         self._takes[request.key] = request
         try:
             self.state.take(request.key, request.body["n"], now)
@@ -185,7 +199,7 @@ class Broker:
 
     def _worker_error(self, request: Request) -> None:
         peer, text = request.peer, request.body["text"]
-        if peer.role == "learner":
+        if peer.role == "learner" and self.state.done is None:
             self.state.finish(f"learner: {text}", time.monotonic(), ok=False)
         else:
             self.state.event("error", f"{peer.role} {peer.name}: {text}")
@@ -226,6 +240,8 @@ class Broker:
                 self._push(peer, kind, body)
         elif self.state.done is not None:
             self._push(peer, "stop", {"reason": self.state.done["reason"]})
+        elif peer.role == "learner":
+            self.state.progress(time.monotonic())
 
     def _leave(self, peer: Peer, reason: str) -> None:
         log.info("%s %s incarnation %d left: %s", peer.role, peer.name, peer.incarnation, reason)

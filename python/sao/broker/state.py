@@ -30,10 +30,10 @@ ACCEPTED = {"accepted": True, "reason": ""}
 
 class State:
     """The broker's state. Raises `sao` errors for wrong requests; a `LedgerError` means that the state itself is
-    wrong.
+    wrong. `resumed`: the step from which a run is resumed; nothing is handed out before the learner continues there.
     """
 
-    def __init__(self, config: Config, ledger: Any, wire: Wire, now: float) -> None:
+    def __init__(self, config: Config, ledger: Any, wire: Wire, now: float, resumed: int | None = None) -> None:
         self.config, self.wire = config, wire
         limits = config.buffer
         self.store = Store(limits.max_trajectories, limits.max_bytes, 9 * config.sampling.context_tokens + 4096)
@@ -46,7 +46,8 @@ class State:
         self.takes: deque[Take] = deque()
         self.leases: dict[int, OpenLease] = {}
         self.failures_in_a_row = 0
-        self.step = 0  # as the learner counts
+        self.step = resumed or 0  # as the learner counts
+        self.awaiting = resumed is not None
         self.ending = ""  # why no more training tasks and batches are given
         self.done: dict[str, Any] | None = None
         self._admission = _core.Admission(config.staleness.max_lag, config.learner.batch_trajectories)
@@ -60,12 +61,8 @@ class State:
     # -- generators
 
     def generator_joined(self, name: str, now: float) -> None:
-        """A generator is here; it gets tasks when it states free slots. The first one starts the first held-out
-        round.
-        """
+        """A generator is here; it gets tasks when it states free slots."""
         self.pool.by_name[name] = Generator(name)
-        if self._last_evaluated < 0:
-            self._evaluate(now)
 
     def generator_left(self, name: str, reason: str, now: float) -> None:
         """A generator is gone: its tasks are started again elsewhere, late answers are fenced by the attempt."""
@@ -174,11 +171,17 @@ class State:
         """The learner is here. `step` and `weights` in its greeting: where it continues, and its weights if they are
         newer.
         """
-        self.step = hello.get("step", self.step)
-        weights = hello.get("weights")
+        step, weights = hello.get("step", self.step), hello.get("weights")
+        if self.awaiting and step != self.step:
+            raise TransportError(f"the learner continues after step {step}, the run after step {self.step}")
+        self.step = step
         if weights:
             self.versions.check(weights)
             self._publish(weights)
+        if self.awaiting:
+            self.awaiting, self.pool.floor = False, self.versions.current
+            if step % max(1, self.config.eval.every_steps):
+                self._last_evaluated = step  # no round was due here
 
     def learner_left(self, reason: str, now: float) -> None:
         """The learner is gone: what it held is given back, in the old order."""
@@ -214,6 +217,7 @@ class State:
 
     def commit(self, body: dict[str, Any], now: float) -> dict[str, Any]:
         """A learner step is done: its lease is trained, the version advances when there are weights, the step is shown.
+        `done` in it ends the run with that reason.
 
         Raises `TransportError` for a lease that is not open, `ValidationError` for a step or version that does not
         advance, `LedgerError` when the tokens do not add up.
@@ -239,9 +243,9 @@ class State:
         self.wire.to_supervisor(
             "step", {"step": step, "metrics": {**body["metrics"], **report.step_metrics(self, now)}}
         )
-        last = step >= self.config.run.steps
+        last = "all steps done" if step >= self.config.run.steps else body.get("done")
         if last and not self.ending:
-            self._end("all steps done")
+            self._end(last)
         every = self.config.eval.every_steps
         if last or (every and step % every == 0 and not self.ending):
             self._evaluate(now)
@@ -302,7 +306,7 @@ class State:
         """Rollouts that may be started now: by staleness, by the buffer's room, by the end of the run; the least
         counts.
         """
-        if self.ending:
+        if self.ending or self.awaiting:
             return 0
         counts, batch = self.book.ledger.counts(), self.config.learner.batch_trajectories
         leased, ready, running = counts["leased"], counts["ready"], counts["issued"] + counts["generating"]
@@ -382,8 +386,10 @@ class State:
 
     def _dispatch(self, now: float) -> None:
         """Hands tasks to free slots: held-out ones first, then as many training ones as there are permits."""
-        if self.done is not None:
+        if self.done is not None or self.awaiting:
             return
+        if self._last_evaluated < 0 and self.pool.by_name:
+            self._evaluate(now)
         out: dict[str, list[dict[str, Any]]] = {}
         permits = self.permits()
         for generator in self.pool.slots():

@@ -10,8 +10,12 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from sao.faults import point
+
 Split = Literal["train", "eval"]
-MAX_ATTEMPTS = 5  # a task whose generators keep dying is given up after this many
+MAX_ATTEMPTS = (
+    5  # a task whose generators keep dying is given up after this many; a restart of the run is not its fault
+)
 
 
 def task_seed(run_seed: int, split: Split, index: int) -> int:
@@ -40,6 +44,7 @@ class Task:
     started: float = 0.0
     finished: float = 0.0
     timed_out: bool = False
+    losses: int = 0
     n_tokens: int = 0
     sampled_tokens: int = 0
     min_version: int = 0
@@ -55,7 +60,7 @@ class Generator:
     train: set[int] = field(default_factory=set)
     evals: set[int] = field(default_factory=set)
     report: dict[str, Any] = field(default_factory=dict)
-    loaded: int = -1
+    loaded: int = 0
 
     def state_slots(self, free: int, received: int | None) -> None:
         """Takes an absolute number of free slots, as of `received` tasks received: later ones are on the way to it."""
@@ -88,6 +93,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.by_name: dict[str, Generator] = {}
+        self.floor = 0  # the version that a generator must have loaded before it gets a task
 
     @property
     def free(self) -> int:
@@ -98,7 +104,7 @@ class Pool:
         """The generator for the next task, again and again while slots are free; the caller takes each slot it is
         offered.
         """
-        heap = [(-g.free, name) for name, g in self.by_name.items() if g.free > 0]
+        heap = [(-g.free, name) for name, g in self.by_name.items() if g.free > 0 and g.loaded >= self.floor]
         heapq.heapify(heap)
         while heap:
             _, name = heapq.heappop(heap)
@@ -177,7 +183,8 @@ class TaskBook:
         """Puts a running task back to be started again, its `tokens` counted under `reason`; false: that was its last
         attempt, it is dropped.
         """
-        if task.attempt + 1 >= MAX_ATTEMPTS:
+        task.losses += 1
+        if task.losses >= MAX_ATTEMPTS:
             self.drop(task, generator, reason, tokens)
             return False
         self.ledger.requeue(task.ordinal, reason, tokens)
@@ -244,7 +251,9 @@ class TaskBook:
     def settle(self) -> dict[str, Any]:
         """Checks that every token is somewhere, brings the ledger to the disk, and returns its tokens."""
         self.ledger.check()
+        point("ledger.append")
         self.ledger.sync()
+        point("ledger.synced")
         tokens: dict[str, Any] = self.ledger.tokens()
         return tokens
 
