@@ -161,6 +161,10 @@ def test_one_lambda_for_all_segments_of_a_rollout() -> None:
     assert first_of_each([1000, 200, 800]) == pytest.approx([0.716491, 0.765894, 1.0], abs=1e-6)
     assert first_of_each([5000] * 4)[0] == pytest.approx(0.606526, abs=1e-6)
     assert first_of_each([30000, 2000, 30000])[1] == pytest.approx(0.724276, abs=1e-6)
+    # What a lambda of each segment's own length would give: credit that all but vanishes behind a short segment.
+    for length, later, own in ((1000, 1000, 0.513303), (200, 800, 0.069175), (5000, 15000, 0.135317)):
+        assert oracle.adaptive_lambda(length) ** later == pytest.approx(own, abs=1e-6)
+    assert oracle.adaptive_lambda(2000) ** 30000 == pytest.approx(4.53e-5, abs=1e-7)
 
 
 # Worked examples: across compactions
@@ -194,6 +198,11 @@ def test_targets_are_local_and_decoupled_from_the_policy_lambda() -> None:
     rollout = of([0.5, 0.5], [0.25], [0.5, 0.75])
     close(one(rollout, 1.0, **FAST)[1], [[1, 1], [1], [1, 1]])
     close(one(rollout, 1.0, lambda_critic=0.5, **FAST)[1], [[0.75, 1], [1], [0.875, 1]])
+    # Adding V to the advantage as the policy sees it would pull early targets towards V: this must not come out.
+    adv, _ = one(rollout, 1.0, lambda_critic=0.5, **FAST)
+    values = [segment for _, segment in rollout]
+    shrunk = [[a + v for a, v in zip(*pair, strict=True)] for pair in zip(adv, values, strict=True)]
+    close(shrunk, [[0.53125, 0.5625], [0.4375], [0.875, 1]])
 
 
 def test_whole_rollout_with_a_summary() -> None:

@@ -52,6 +52,9 @@ def test_weights_and_loss_of_the_worked_example():
     assert mean(parts).item() == pytest.approx(0.346708333, abs=1e-9)
     assert float(parts.total / parts.kept) == pytest.approx(0.693416667, abs=1e-9)
     torch.testing.assert_close(logp.grad, t(-1 / 6, 0, -0.71 * 2 / 6, 5.99 * 0.5 / 6, 0, 0))
+    assert logp.grad.tolist() == pytest.approx([-0.166667, 0, -0.236667, 0.499167, 0, 0], abs=1e-6)
+    surrogate = -(weights(ratios, 0.3, 5.0) * advantages).mean()  # the form without log pi: another value
+    assert float(surrogate) == pytest.approx(0.095833, abs=1e-6)
 
 
 def test_band_of_the_coding_runs():
@@ -76,9 +79,12 @@ def test_coefficient_of_the_score_in_ppo_and_dis(ratio, advantage, ppo, dis):
         assert int(parts.kept) == (expected != 0)
 
 
-@pytest.mark.parametrize("logprob", [-1.0, -3.0])
-def test_the_weight_has_no_gradient(logprob):
+@pytest.mark.parametrize(("logprob", "with_gradient"), [(-1.0, 0.0), (-3.0, 2.0)])
+def test_the_weight_has_no_gradient(logprob, with_gradient):
     """Differentiating f as well would give 0 at log-prob -1 and the wrong sign at -3."""
+    logp = t(logprob).requires_grad_()
+    (-(logp - at_ratio(logp, t(2.0))).exp() * 0.5 * logp).sum().backward()
+    assert float(logp.grad) == pytest.approx(with_gradient, abs=1e-12)
     logp = t(logprob).requires_grad_()
     parts = dis_loss(logprobs=logp, rollout_logprobs=at_ratio(logp, t(2.0)), advantages=t(0.5), **MATH)
     mean(parts).backward()
@@ -110,6 +116,29 @@ def test_token_mean_is_one_division_whatever_the_cut():
     for cut in (pieces, [torch.cat(pieces[:2]), pieces[2], pieces[3]], [torch.cat(pieces)]):
         parts = [sums(piece) for piece in cut]
         assert float(sum(p.total for p in parts) / sum(p.count for p in parts)) == pytest.approx(1.5, abs=1e-12)
+    of_micro_batches = [mean(sums(torch.cat(pieces[:2]))), mean(sums(pieces[2])), mean(sums(pieces[3]))]
+    assert float(sum(of_micro_batches) / 3) == pytest.approx(2.611111, abs=1e-6)  # what must not come out
+
+
+@pytest.mark.parametrize(
+    ("segments", "wanted"),
+    [
+        ([[1] * 4, [2] * 2, [6] * 2, [0.5] * 8], 2.375),
+        ([[1] * 4 + [2] * 2 + [6] * 2, [0.5] * 8], 1.5),  # the same tokens, one rollout cut less often
+        ([[1] * 9, [9]], 5.0),
+        ([[1] * 3, [1] * 3, [1] * 3, [9]], 3.0),
+        ([[1] * 9 + [9]], 1.8),
+    ],
+)
+def test_a_mean_over_segments_depends_on_the_cut(segments, wanted):
+    """The ablation that divides by segments: each segment counts once, so cutting a rollout changes the loss."""
+    losses = t(*(loss for segment in segments for loss in segment))
+    share = t(*(1 / len(segment) for segment in segments for _ in segment))
+    ones = torch.ones_like(losses)
+    parts = dis_loss(logprobs=-ones, rollout_logprobs=-ones, advantages=losses, token_weights=share, **MATH)
+    assert float(parts.total) / len(segments) == pytest.approx(wanted, abs=1e-9)
+    plain = dis_loss(logprobs=-ones, rollout_logprobs=-ones, advantages=losses, **MATH)
+    assert float(mean(plain)) == pytest.approx(1.8 if 9 in losses else 1.5, abs=1e-12)
 
 
 def test_combined_mode_end_to_end():
