@@ -23,6 +23,7 @@ from sao.config import load
 from sao.envs.recall import VALUES, WORDS, draw
 from sao.runtime.evaluate import evaluate
 
+REQUEST = "<end><user>sum"  # what follows an observation when a summary is due, see summary.txt
 RUN_FILE = Path(__file__).parent / "run.toml"
 SPECIAL = ("<pad>", "<unk>", "<end>", "<system>", "<user>", "<assistant>", "<tool>")
 CHAT_TEMPLATE = (
@@ -95,10 +96,10 @@ def windows(rng: random.Random, short: bool) -> tuple[str, str, str]:
     first, question = task.observations[0], f"ask {asked.key}"
     if short:
         word = filler[0].split()[0]
-        shown, then, last = [f"{first} sum"], [f"{word} sum"], [question]
+        shown, then, last = [f"{first}{REQUEST}"], [f"{word}{REQUEST}"], [question]
     else:
-        shown = [first, task.observations[1], f"{filler[0]} sum"]
-        then = [filler[1], filler[2], f"{filler[3]} sum"]
+        shown = [first, task.observations[1], f"{filler[0]}{REQUEST}"]
+        then = [filler[1], filler[2], f"{filler[3]}{REQUEST}"]
         last = [*filler[4 : rng.randint(4, 6)], question]
     return window("begin", shown, summary), window(summary, then, summary), window(summary, last, f"say {answer}")
 

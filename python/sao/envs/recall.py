@@ -73,7 +73,7 @@ class Task:
         return f"say {self.asked.value}"
 
 
-def draw(seed: int, split: str, filler: int = 14, kind: str = "fruit") -> Task:
+def draw(seed: int, split: str, filler: int = 17, kind: str = "fruit") -> Task:
     """The task of (seed, split).
 
     Train and eval are disjoint: a digest of the facts and the question decides where a task belongs, whatever the seed.
@@ -100,7 +100,7 @@ class Recall:
     reward_range = (0.0, 1.0)
     replayable = True
 
-    def __init__(self, filler: int = 14, kind: str = "fruit") -> None:
+    def __init__(self, filler: int = 17, kind: str = "fruit") -> None:
         if type(filler) is not int or not 0 <= filler <= 1000:
             raise ConfigError(f"env.args.filler: {filler!r}, expected an integer from 0 to 1000")
         if kind not in KINDS:
