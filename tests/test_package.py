@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 from pathlib import Path
 
@@ -29,6 +31,38 @@ def test_the_configuration_page_is_up_to_date():
     script = ROOT / "scripts" / "config_reference.py"
     result = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_source_archive_holds_what_a_build_needs_and_nothing_else(tmp_path):
+    """Built from a folder with residue in it: caches, modules of other versions, an empty package."""
+    source = tmp_path / "source"
+    for name in ("python", "rust"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("target", "__pycache__", "*.so"))
+    for name in ("pyproject.toml", "Cargo.toml", "Cargo.lock", "README.md", "LICENSE", ".gitignore"):
+        shutil.copy(ROOT / name, source)
+    package = source / "python" / "sao"
+    wanted = {
+        f"{part}/{path.relative_to(source / part).as_posix()}"
+        for part in ("python", "rust")
+        for path in (source / part).rglob("*")
+        if path.is_file()
+    }
+    (package / "ghost" / "__pycache__").mkdir(parents=True)
+    for residue in ("ghost/__pycache__/old.cpython-311.pyc", "_core.abi3.so", "_core.cpython-39-x86_64-linux-gnu.so"):
+        (package / residue).write_bytes(b"residue")
+    command = [sys.executable, "-m", "maturin", "sdist", "-o", str(tmp_path)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=60)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        names = {name.partition("/")[2] for name in file.getnames()}
+        file.extractall(tmp_path / "unpacked", filter="data")
+    optional = {name for name in wanted if re.search(r"^rust/\w+/(tests|benches|examples)/", name)}
+    assert wanted - optional <= names
+    assert names - wanted == {"PKG-INFO", "pyproject.toml", "Cargo.toml", "Cargo.lock", "README.md", "LICENSE"}
+    assert {"python/sao/py.typed", "python/sao/_core.pyi"} <= names
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    metadata = ["cargo", "metadata", "--offline", "--locked", "--no-deps", "--format-version", "1"]
+    subprocess.run(metadata, cwd=unpacked, check=True, capture_output=True, timeout=60)
 
 
 def python_blocks() -> list[object]:
