@@ -1,4 +1,4 @@
-"""The command line: `sao train`, `sao eval`, `sao doctor`.
+"""The command line: `sao train`, `sao pretrain-value`, `sao eval`, `sao doctor`.
 
 Exit codes: 0 done, 1 failed, 2 configuration or usage, 130 interrupted. Nothing heavy is imported before it is needed.
 """
@@ -51,6 +51,27 @@ def train(
             typer.echo(runtime.describe(resolved, overwrite=overwrite))
             return
         raise typer.Exit(runtime.train(resolved, overwrite=overwrite))
+
+
+@app.command(name="pretrain-value")
+def pretrain_value(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print the derived configuration and the commands, start nothing")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the run folder of this name")] = False,
+) -> None:
+    """Train only a critic, on rollouts of the start policy, for `learner.critic_path` of a later run."""
+    from sao import config
+    from sao.runtime import pretrain as runtime
+
+    with _faults():
+        resolved = config.load(run_file, overrides or [])
+        if dry_run:
+            typer.echo(runtime.describe(resolved, overwrite=overwrite))
+            return
+        raise typer.Exit(runtime.pretrain(resolved, overwrite=overwrite))
 
 
 @app.command(name="eval")

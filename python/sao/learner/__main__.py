@@ -40,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         # Imported late: a wrong config.json is named before torch is loaded.
         from sao.learner.actor import train
         from sao.learner.checkpoint import republish, restore
+        from sao.learner.pretrain import pretrain
         from sao.learner.step import Learner
         from sao.learner.world import World
 
@@ -66,7 +67,10 @@ def main(argv: list[str] | None = None) -> int:
             reference = weights.to_message() if weights else None
             client.connect(deadline_s=_CONNECT_S, step=learner.steps, weights=reference)
             joined = True
-        train(config, learner, world, client, arguments.run_folder / "checkpoints", trained)
+        if config.run.task == "pretrain_value":
+            pretrain(config, learner, world, client, arguments.run_folder)
+        else:
+            train(config, learner, world, client, arguments.run_folder / "checkpoints", trained)
         if client is not None:
             with suppress(Error):
                 client.flush(deadline_s=5.0)

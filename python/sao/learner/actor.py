@@ -22,7 +22,7 @@ from sao.learner.checkpoint import Checkpointer
 from sao.learner.step import Learner, StepResult
 from sao.learner.world import World
 from sao.telemetry.recording import write_step
-from sao.trajectory import decode
+from sao.trajectory import Trajectory, decode
 from sao.transport.messages import Message
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def train(
     last: Taken | None = None
     while learner.steps < config.run.steps:
         start = time.perf_counter()
-        taken = _take(config, world, line)
+        taken = take(config, world, line)
         waited = time.perf_counter()
         if taken is None:
             reason = "told to stop"
@@ -82,7 +82,7 @@ def train(
             result.metrics["time/idle_share"] = (waited - start) / result.metrics["time/step_s"]
             result.metrics["time/save_s"] = save_s
             point("learner.commit")
-            _commit(line, taken, result)
+            commit(line, taken, result)
             point("learner.committed")
             saver.trained.add(ordinal for ordinal, _ in taken.tasks)
             _keep(config, taken, result, checkpoints.parent / "trajectories")
@@ -103,10 +103,7 @@ def _step(config: Config, learner: Learner, taken: Taken, trained: Ordinals) -> 
     """One step on a batch that fits: of this version, of tasks that were not trained before."""
     began = time.perf_counter()
     point("learner.taken")
-    trajectories = [
-        decode(header, payload, max_bytes=config.transport.max_message_bytes)
-        for header, payload in zip(taken.frames[::2], taken.frames[1::2], strict=True)
-    ]
+    trajectories = decode_all(config, taken)
     if taken.version != learner.version:
         raise LearnerError(f"batch {taken.lease}: broker is at version {taken.version}, learner at {learner.version}")
     repeated = [ordinal for ordinal, _ in taken.tasks if ordinal in trained]
@@ -151,7 +148,15 @@ def _keep(config: Config, taken: Taken, result: StepResult, folder: Path) -> Non
         log.warning("step %d was not recorded: %s", result.step, error)
 
 
-def _take(config: Config, world: World, line: Connection | None) -> Taken | None:
+def decode_all(config: Config, taken: Taken) -> list[Trajectory]:
+    """The batch's trajectories. Raises `WireError` for bytes that are none."""
+    return [
+        decode(header, payload, max_bytes=config.transport.max_message_bytes)
+        for header, payload in zip(taken.frames[::2], taken.frames[1::2], strict=True)
+    ]
+
+
+def take(config: Config, world: World, line: Connection | None) -> Taken | None:
     """The next batch on every rank, or None when the broker says stop."""
     future = line.call("take", {"n": config.learner.batch_trajectories}) if line is not None else None
     state, lease, version, frames, tasks = _WAIT, 0, 0, [], []
@@ -172,7 +177,8 @@ def _take(config: Config, world: World, line: Connection | None) -> Taken | None
     return None if state == _STOP else Taken(lease, version, world.share_frames(frames), tasks)
 
 
-def _commit(line: Connection, taken: Taken, result: StepResult) -> None:
+def commit(line: Connection, taken: Taken, result: StepResult, done: str | None = None) -> None:
+    """Tells the broker that a step has used the batch; `done`: why no further batch is wanted."""
     body = {
         "lease": taken.lease,
         "step": result.step,
@@ -181,5 +187,6 @@ def _commit(line: Connection, taken: Taken, result: StepResult) -> None:
         "trained_tokens": result.trained_tokens,
         "masked_tokens": result.masked_tokens,
         "metrics": result.metrics,
+        **({} if done is None else {"done": done}),
     }
     line.call("commit", body, deadline_s=_COMMIT_S).result()

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from sao.algorithms.advantage import advantages as estimate_advantages
-from sao.algorithms.value import clipped_value_loss, value_loss
+from sao.algorithms.value import clipped_value_loss, value_loss, value_moments
 from sao.config import Config
 from sao.learner.batch import Batch
 from sao.learner.metrics import describe_values
@@ -25,10 +25,14 @@ Floats = NDArray[np.float32]
 
 
 class CriticUpdate:
-    """Runs the critic's part; every rank makes the same calls."""
+    """Runs the critic's part; every rank makes the same calls.
+
+    `moments`: `value_moments` of the last batch, with the values from before its passes: it had not been trained on.
+    """
 
     def __init__(self, config: Config, world: World, critic: Critic, optimizer: Optimizer) -> None:
         self.config, self.world, self.critic, self.optimizer = config, world, critic, optimizer
+        self.moments = torch.zeros(5, dtype=torch.float64)
 
     def run(self, work: Work) -> tuple[Floats | None, str | None]:
         """K critic passes. Returns advantages float32[N] by flat index, or None and why the step is skipped."""
@@ -57,7 +61,9 @@ class CriticUpdate:
                 values = seen
                 with clock.of("advantages"):
                     advantages, _, lambdas = self._estimate(batch, values, None)
-        work.metrics.update(describe_values(batch, values, targets))
+        mask = torch.from_numpy(batch.action_mask)
+        self.moments = value_moments(values=torch.from_numpy(values), returns=torch.from_numpy(targets), mask=mask)
+        work.metrics.update(describe_values(batch, values, self.moments))
         if algorithm.advantage_values == "after":
             with clock.of("values"):
                 after = self._values(work)

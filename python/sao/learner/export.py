@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -59,6 +60,24 @@ def write_model(
     for pattern in _TOKENIZER_FILES:
         for file in Path(model_path).glob(pattern):
             shutil.copy(file, folder / file.name)
+
+
+def write_critic(critic: Critic, target: Path, dtype: str, facts: dict[str, Any], world: World) -> None:
+    """Writes the critic as the folder `target`, which `learner.critic_path` takes; `facts` go into `pretraining.json`.
+
+    The folder is written under a temporary name and renamed when complete. A collective; rank 0 writes.
+    """
+    tensors = full_tensors(critic, dtype, world)
+    if tensors is None:
+        return
+    temporary = target.parent / f".{target.name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    critic.backbone.config.save_pretrained(temporary)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary / CRITIC_FILE)
+    (temporary / "pretraining.json").write_text(json.dumps(facts, indent=2) + "\n")
+    shutil.rmtree(target, ignore_errors=True)
+    temporary.rename(target)
 
 
 def export(

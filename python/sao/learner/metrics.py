@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sao.algorithms.dis import log_ratio
-from sao.algorithms.value import explained_variance, value_moments
+from sao.algorithms.value import explained_variance
 from sao.learner.batch import Batch
 
 _SUMS = ("tokens", "ratio", "low", "high", "entropy", "kl", "lag0", "gap")
@@ -86,14 +86,13 @@ def describe(batch: Batch, success_reward: float) -> dict[str, float]:
     return {name: float(number) for name, number in numbers.items()}
 
 
-def describe_values(batch: Batch, values: NDArray[np.float32], targets: NDArray[np.float32]) -> dict[str, float]:
-    """What the critic knew before this step's passes, over all action tokens; the same on every rank."""
-    mask = batch.action_mask
-    moments = value_moments(
-        values=torch.from_numpy(values), returns=torch.from_numpy(targets), mask=torch.from_numpy(mask)
-    )
+def describe_values(batch: Batch, values: NDArray[np.float32], moments: Tensor) -> dict[str, float]:
+    """What the critic knew before this step's passes, over all action tokens; the same on every rank.
+
+    `moments`: `value_moments` of these values and their targets.
+    """
     explained = explained_variance(moments)
-    numbers = {"critic/value_mean": float(values[mask].astype(np.float64).mean())}
+    numbers = {"critic/value_mean": float(values[batch.action_mask].astype(np.float64).mean())}
     return numbers if explained is None else {**numbers, "critic/explained_variance": explained}
 
 

@@ -128,7 +128,9 @@ def load_critic(config: Config, world: World) -> Critic:
     critic_path, frozen = config.learner.critic_path, config.learner.critic_frozen
     source = Path(critic_path or config.model.path)
     trained = critic_path is not None and (source / CRITIC_FILE).exists()
-    critic = Critic(_load(config, source, world, weights=not trained).base_model)
+    lm = _load(config, source, world, weights=not trained)
+    check_packing(lm, config.sampling.context_tokens, source, choose(config, world.device))
+    critic = Critic(lm.base_model)
     if trained:
         try:
             critic.load_state_dict(load_file(source / CRITIC_FILE))

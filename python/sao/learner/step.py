@@ -34,7 +34,7 @@ from sao.learner.batch import flatten, micro_batches, plan_rows
 from sao.learner.critic_update import CriticUpdate
 from sao.learner.export import export, full_tensors
 from sao.learner.metrics import Clock, describe, describe_advantages
-from sao.learner.model import Critic, load_critic, load_policy
+from sao.learner.model import Critic, Policy, load_critic, load_policy
 from sao.learner.optim import Optimizer
 from sao.learner.policy_update import PolicyUpdate
 from sao.learner.record import Record
@@ -82,21 +82,52 @@ class Learner:
         torch.manual_seed(config.run.seed)
         learner = config.learner
         steps, self._attention = config.run.steps, choose(config, self.world.device)
-        self.policy = load_policy(config, self.world)
-        self.policy_optimizer = Optimizer(self.policy, learner.policy_lr, learner, steps, self.world)
-        self._policy_update = PolicyUpdate(config, self.world, self.policy, self.policy_optimizer)
+        self._policy_update: PolicyUpdate | None = None
+        if config.run.task == "train":
+            policy = load_policy(config, self.world)
+            optimizer = Optimizer(policy, learner.policy_lr, learner, steps, self.world)
+            self._policy_update = PolicyUpdate(config, self.world, policy, optimizer)
         self._baseline = Baseline(config)
-        self.critic: Critic | None = None
-        self.critic_optimizer: Optimizer | None = None
         self._critic_update: CriticUpdate | None = None
         if config.algorithm.has_critic:
-            self.critic = load_critic(config, self.world)
-            self.critic_optimizer = Optimizer(self.critic, learner.critic_lr, learner, steps, self.world)
-            self._critic_update = CriticUpdate(config, self.world, self.critic, self.critic_optimizer)
+            critic = load_critic(config, self.world)
+            optimizer = Optimizer(critic, learner.critic_lr, learner, steps, self.world)
+            self._critic_update = CriticUpdate(config, self.world, critic, optimizer)
         self.version = 0
         self.steps = 0
         self.skipped_total = 0
         self._skipped_in_a_row = 0
+
+    @property
+    def policy(self) -> Policy:
+        """The policy. Raises `LearnerError` while only a critic is pretrained."""
+        return self._of_policy().policy
+
+    @property
+    def policy_optimizer(self) -> Optimizer:
+        """The policy's optimizer. Raises `LearnerError` while only a critic is pretrained."""
+        return self._of_policy().optimizer
+
+    @property
+    def critic(self) -> Critic | None:
+        """The critic, if the estimator has one."""
+        return None if self._critic_update is None else self._critic_update.critic
+
+    @property
+    def critic_optimizer(self) -> Optimizer | None:
+        """The critic's optimizer, if the estimator has one."""
+        return None if self._critic_update is None else self._critic_update.optimizer
+
+    @property
+    def optimizers(self) -> dict[str, Optimizer]:
+        """The optimizers that there are: `policy`, `critic`."""
+        updates = {"policy": self._policy_update, "critic": self._critic_update}
+        return {name: update.optimizer for name, update in updates.items() if update is not None}
+
+    @property
+    def value_moments(self) -> torch.Tensor:
+        """`algorithms.value.value_moments` of the last batch, before it was trained on; zeros without a critic."""
+        return torch.zeros(5) if self._critic_update is None else self._critic_update.moments
 
     @property
     def baseline_state(self) -> dict[str, Any]:
@@ -107,11 +138,10 @@ class Learner:
     def baseline_state(self, value: dict[str, Any]) -> None:
         self._baseline.state = value
 
-    @property
-    def optimizers(self) -> dict[str, Optimizer]:
-        """The optimizers that there are: `policy`, and `critic` if the estimator has one."""
-        found = {"policy": self.policy_optimizer}
-        return found if self.critic_optimizer is None else {**found, "critic": self.critic_optimizer}
+    def _of_policy(self) -> PolicyUpdate:
+        if self._policy_update is None:
+            raise LearnerError("run.task: pretrain_value has a critic and no policy")
+        return self._policy_update
 
     def step(self, trajectories: Sequence[Trajectory]) -> StepResult:
         """Trains on a batch: rollouts in any order, the same on every rank.
@@ -130,13 +160,13 @@ class Learner:
                 work.record = Record(batch, plan, self.world.device)
         for name, optimizer in self.optimizers.items():
             work.metrics[f"{name}/lr"] = optimizer.set_step(self.steps)
-        warmup = self.steps < learner.critic_warmup_steps
+        warmup = self.steps < learner.critic_warmup_steps or self._policy_update is None
         kept, weights = 0, None
         advantages, skipped = self._advantages(work)
         if advantages is not None and warmup:
             kept = work.n_actions
         elif advantages is not None:
-            kept, skipped = self._policy_update.run(work, torch.from_numpy(advantages).to(self.world.device))
+            kept, skipped = self._of_policy().run(work, torch.from_numpy(advantages).to(self.world.device))
         if skipped is None and not warmup:
             self.version += 1
             with clock.of("publish"):

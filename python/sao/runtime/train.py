@@ -67,6 +67,12 @@ def _summary(run_folder: Path, config: Config, console: Console) -> None:
         points = [held_out[0], held_out[-1]] if len(held_out) > 1 else held_out
         text = ", then ".join(f"{record['success']:.3f} at step {record['step']}" for record in points)
         console.print(f"held-out success: {text} (n = {points[-1]['n']})", style="bold")
+    if (critic := run_folder / "critic").is_dir():
+        facts = json.loads((critic / "pretraining.json").read_text(encoding="utf-8"))
+        explained = facts["explained_variance"]
+        measured = "not measured" if explained is None else f"{explained:.3f}"
+        console.print(f"explained variance of batches before they were trained on: {measured}", style="bold")
+        console.print(f'for the run file: learner.critic_path = "{config.folder / "critic"}"', soft_wrap=True)
     models = sorted((run_folder / "checkpoints").glob("step-*"), key=lambda path: path.stat().st_mtime)
     if models:
         console.print(f"model: {config.folder / 'checkpoints' / models[-1].name}", soft_wrap=True)

@@ -65,6 +65,7 @@ SCHEMA: Final[dict[str, dict[str, tuple[type, ...]]]] = {
         "trained_tokens": _INT,
         "masked_tokens": _INT,
         "metrics": _MAP,
+        "done?": _STR,
     },
     # broker -> supervisor
     "snapshot": {},

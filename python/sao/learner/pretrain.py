@@ -1,0 +1,103 @@
+"""Value pretraining: a critic learns the returns of the start policy before reinforcement learning begins.
+
+The run is an ordinary one in which the policy never changes: generators roll it out, and each batch trains the critic,
+with Monte-Carlo targets (`lambda_critic = 1`) and the same frozen set as later. A batch is measured before it is
+trained on, so the explained variance is that of rollouts the critic has not seen; it is taken over the last `window`.
+Training ends when it reaches a target, when it has stopped to rise, or after `value_pretraining.steps` batches.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sao.algorithms.value import explained_variance
+from sao.config import Config, ValuePretrainingSection
+from sao.errors import LearnerError
+from sao.learner.actor import Connection, commit, decode_all, take
+from sao.learner.export import write_critic
+from sao.learner.step import Learner
+from sao.learner.world import World
+
+log = logging.getLogger(__name__)
+
+FOLDER = "critic"
+
+
+class Progress:
+    """The explained variance of batches before they were trained on, and whether it is time to stop."""
+
+    def __init__(self, settings: ValuePretrainingSection) -> None:
+        self.settings = settings
+        self.explained_variance: float | None = None  # over the last `window` batches, once there are as many
+        self._moments: deque[Tensor] = deque(maxlen=settings.window)
+        self._batches, self._best, self._best_at = 0, -float("inf"), 0
+
+    def add(self, moments: Tensor) -> str | None:
+        """Takes the `value_moments` of a batch; returns why to stop, or None."""
+        self._batches += 1
+        self._moments.append(moments)
+        if len(self._moments) == self.settings.window:
+            self.explained_variance = explained_variance(torch.stack(list(self._moments)).sum(0))
+        value, settings = self.explained_variance, self.settings
+        if value is not None:
+            if settings.target is not None and value >= settings.target:
+                return f"explained variance {value:.3f} reached value_pretraining.target = {settings.target:g}"
+            if value > self._best + settings.min_gain:
+                self._best, self._best_at = value, self._batches
+            elif self._batches - self._best_at >= settings.patience:
+                gain = f"has not gained {settings.min_gain:g} in {settings.patience} batches"
+                return f"explained variance {value:.3f} {gain}"
+        return f"{self._batches} batches done" if self._batches >= settings.steps else None
+
+
+def pretrain(config: Config, learner: Learner, world: World, line: Connection | None, run_folder: Path) -> str:
+    """Trains the critic until it is time to stop, writes it to `run_folder/critic`, and returns why it ended.
+
+    `line` is the connected client on rank 0 and None elsewhere. A run that is stopped from outside before the first
+    batch writes nothing.
+    """
+    progress, reason, rollouts, tokens = Progress(config.value_pretraining), None, 0, 0
+    critic = learner.critic
+    if critic is None:
+        raise LearnerError("run.task: pretrain_value needs an estimator with a critic")
+    while reason is None:
+        start = time.perf_counter()
+        taken = take(config, world, line)
+        waited = time.perf_counter()
+        if taken is not None:
+            trajectories = decode_all(config, taken)
+            result = learner.step(trajectories)
+            rollouts, tokens = rollouts + len(trajectories), tokens + result.trained_tokens
+            reason = progress.add(learner.value_moments)
+        elif not rollouts:
+            return "told to stop"
+        else:
+            reason = "told to stop"
+        if reason is not None:
+            facts = {
+                "model": config.learner.critic_path or config.model.path,
+                "reason": reason,
+                "batches": learner.steps,
+                "rollouts": rollouts,
+                "action_tokens": tokens,
+                "explained_variance": progress.explained_variance,
+                "window_batches": config.value_pretraining.window,
+                "critic_frozen": config.learner.critic_frozen,
+                "gamma": config.algorithm.gamma,
+            }
+            write_critic(critic, run_folder / FOLDER, config.model.dtype, facts, world)
+        if taken is not None and line is not None:
+            times = {"wait": waited - start, "step": time.perf_counter() - start}
+            result.metrics.update({f"time/{name}_s": seconds for name, seconds in times.items()})
+            result.metrics["time/idle_share"] = times["wait"] / times["step"]
+            if progress.explained_variance is not None:
+                result.metrics["critic/explained_variance_window"] = progress.explained_variance
+            commit(line, taken, result, done=reason)
+    log.info("%s; explained variance %s", reason, progress.explained_variance)
+    return reason
