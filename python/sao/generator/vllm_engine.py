@@ -232,6 +232,8 @@ class VllmEngine:
                 if self._args.get("tensor_parallel_size", 1) == 1:
                     arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
             arguments |= self._args
+            if arguments.get("enforce_eager"):
+                os.environ["TORCH_COMPILE_DISABLE"] = "1"  # else the sampler still compiles a kernel: 10 s on a CPU
             try:
                 config = AsyncEngineArgs(
                     model=str(self._path),
@@ -434,7 +436,10 @@ def _environment(folder: Path, threads: int, start_timeout_s: float) -> Iterator
         "OMP_NUM_THREADS": str(threads),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
-    before = {name: os.environ.get(name) for name in (*values, "LD_PRELOAD", "VLLM_CPU_KVCACHE_SPACE")}
+    before = {
+        name: os.environ.get(name)
+        for name in (*values, "LD_PRELOAD", "VLLM_CPU_KVCACHE_SPACE", "TORCH_COMPILE_DISABLE")
+    }
     os.environ.update(values)
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB only, and it would override kv_cache_memory_bytes
     try:

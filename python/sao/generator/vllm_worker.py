@@ -12,6 +12,8 @@ Only the last step can leave a model that is neither old nor new; the engine tre
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import select
 import shutil
@@ -126,6 +128,9 @@ class FileWeightTransfer(WeightTransferEngine[NoInit, FileUpdate]):
     def shutdown(self) -> None:
         """Drops what is staged."""
         self._staged = None
+        # The process is about to end, and to collect the garbage of its whole heap several times would take seconds.
+        gc.freeze()
+        atexit.register(gc.freeze)
 
 
 class WorkerExtension:
