@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import select
 import shutil
@@ -257,5 +258,8 @@ def _end() -> None:
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
+
+# The reload warns about every layer without weights of its own (rotary embedding, tied head); `probe` checks them all.
+logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
 
 WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransfer)
