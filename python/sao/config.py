@@ -305,6 +305,12 @@ class TelemetrySection(Section):
     keep_trajectories: int = Field(
         0, ge=0, description="newest steps whose trajectories are kept for `sao inspect` and `sao replay`; 0: none"
     )
+    max_logprob_gap: float | None = Field(
+        None,
+        gt=0,
+        description="mean distance of the learner's log-probs from the engine's at lag 0 above which the run warns,"
+        " nats; default: 0.02, with model.dtype = bfloat16 0.05",
+    )
     plot: bool = Field(True, description="curves.png at the end, where matplotlib is installed (extra `tracking`)")
 
 
@@ -383,6 +389,12 @@ class Config(Section):
         if self.generator.engine == "scripted" and compaction.summariser is not None:
             faults.append("compaction.summariser: the scripted engine has no model")
         return faults
+
+    @property
+    def logprob_gap_limit(self) -> float:
+        """`telemetry.max_logprob_gap`, or its default for the learner's type, nats."""
+        default = 0.05 if self.model.dtype == "bfloat16" else 0.02
+        return self.telemetry.max_logprob_gap or default
 
     @property
     def folder(self) -> Path:

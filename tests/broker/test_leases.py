@@ -177,6 +177,23 @@ def test_step_metrics_hold_both_sides() -> None:
     assert all(isinstance(v, int | float) for v in metrics.values())
 
 
+def test_a_gap_between_engine_and_learner_is_an_event_once() -> None:
+    """A mean gap of 0.015 is usual, 0.2 is not; it is told when it appears, not at every step of it."""
+    world = World(config(run={"steps": 9}, telemetry={"max_logprob_gap": 0.05}))
+    world.join("g0", 100)
+    for gap in (0.015, 0.2, 0.3, None, 0.25, 0.01, 0.06):
+        world.slots("g0", 100)
+        world.take()
+        world.answer_all("g0")
+        world.commit(**({} if gap is None else {"logprob_gap/mean": gap}))
+    told = [body["text"] for body in world.pushed("event") if "log-prob gap" in body["text"]]
+    assert [text.partition(" nats")[0] for text in told] == [
+        "step 2: log-prob gap at lag 0: 0.2",
+        "step 7: log-prob gap at lag 0: 0.06",
+    ]
+    assert all("expected at most 0.05 (telemetry.max_logprob_gap)" in text for text in told)
+
+
 def test_survival_by_length_shows_what_dropping_by_age_does() -> None:
     world = World(
         config(run={"steps": 100}, staleness={"max_lag": 0, "stale": "drop"}, learner={"batch_trajectories": 8})

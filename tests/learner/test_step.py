@@ -459,19 +459,6 @@ def test_a_wrong_critic_is_named(tiny_model, tmp_path):
         Learner(make_config(tiny_model, learner__critic_path=str(tmp_path / "nothing-here")))
 
 
-def test_the_gap_to_the_engine_is_measured_at_lag_0_only_and_absent_without(tiny_model):
-    rng = np.random.default_rng(0)
-    learner = Learner(make_config(tiny_model))
-    exact = Oracle(learner.policy.lm, learner.config)
-    segment = make_segment(np.random.default_rng(5), [(5, 1)])
-    current = exact.logprob(segment, 1.0).item()
-    segment = make_segment(np.random.default_rng(5), [(5, 1)], logprob=current - 0.25)
-    metrics = learner.step([make_trajectory(rng, [segment])]).metrics
-    assert metrics["logprob_gap/mean"] == metrics["logprob_gap/max"] == pytest.approx(0.25, abs=1e-6)
-    later = learner.step([make_trajectory(rng, [segment])]).metrics  # version 0 is now one behind
-    assert later["lag/mean"] == 1 and "logprob_gap/mean" not in later
-
-
 @pytest.mark.parametrize("policy_loss", ["dis", "ppo"])
 def test_shares_are_shares(tiny_model, policy_loss):
     settings = {"algorithm__policy_loss": policy_loss, "staleness__max_lag": 1}

@@ -63,6 +63,28 @@ class StepMeter:
         return metrics
 
 
+class GapAlarm:
+    """Tells when engine and learner no longer compute the same policy: by the log-prob gap at lag 0, nats.
+
+    A gap that grows is the one sign of an engine that serves other weights, keeps keys of old ones, or samples from
+    another distribution than the one that is scored. Told once, and again after the gap has been below the limit.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit, self._told = limit, False
+
+    def look(self, metrics: dict[str, Any]) -> str | None:
+        """What to tell about the metrics of a learner's step; None if nothing, or nothing new."""
+        gap = metrics.get("logprob_gap/mean")
+        if gap is None:  # no token of lag 0
+            return None
+        told, self._told = self._told, gap > self._limit
+        if told or not self._told:
+            return None
+        text = f"log-prob gap at lag 0: {gap:.3g} nats on average, expected at most {self._limit:g}"
+        return f"{text} (telemetry.max_logprob_gap): engine and learner do not compute the same policy"
+
+
 def generator_metrics(pool: Pool) -> dict[str, float]:
     """The last reports of the joined generators: busy share of each and their mean, tokens per second in all."""
     metrics: dict[str, float] = {"broker/generators": len(pool.by_name)}

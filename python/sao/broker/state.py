@@ -14,7 +14,7 @@ from sao import _core
 from sao.broker import intake, report
 from sao.broker.evals import EvalRounds
 from sao.broker.groups import INCOMPLETE, Groups
-from sao.broker.metrics import StepMeter
+from sao.broker.metrics import GapAlarm, StepMeter
 from sao.broker.store import Store
 from sao.broker.tasks import Generator, OpenLease, Pool, Take, Task, TaskBook, reason_code, task_seed
 from sao.broker.versions import Versions
@@ -43,6 +43,7 @@ class State:
         self.groups = Groups(config.algorithm.group_size, self.book)
         self.evals = EvalRounds(config.run.seed, config.eval.episodes, config.transport.rollout_timeout_s)
         self.meter = StepMeter(now, ledger.tokens()["sampled"])
+        self.gap_alarm = GapAlarm(config.logprob_gap_limit)
         self.takes: deque[Take] = deque()
         self.leases: dict[int, OpenLease] = {}
         self.failures_in_a_row = 0
@@ -243,6 +244,8 @@ class State:
         self.wire.to_supervisor(
             "step", {"step": step, "metrics": {**body["metrics"], **report.step_metrics(self, now)}}
         )
+        if alarm := self.gap_alarm.look(body["metrics"]):
+            self.event("warning", f"step {step}: {alarm}")
         last = "all steps done" if step >= self.config.run.steps else body.get("done")
         if last and not self.ending:
             self._end(last)

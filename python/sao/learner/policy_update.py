@@ -53,6 +53,25 @@ class PolicyUpdate:
         return kept, skipped
 
     @torch.no_grad()
+    def measure_gap(self, work: Work) -> None:
+        """Adds `logprob_gap/*` of this rank's first micro-batch to the metrics: for steps that leave the policy alone.
+
+        While the critic warms up the version stays, so most tokens are of lag 0: a wrong engine shows at once.
+        """
+        algorithm = self.config.algorithm
+        sums = PolicySums(algorithm.eps_low, algorithm.eps_high, self.world.device)
+        with work.clock.of("gap"):
+            for part in work.micro[:1]:
+                current = part.lags == 0
+                logprobs, entropies = self._score(part, current)
+                given = {"logprobs": logprobs, "rollout_logprobs": part.rollout_logprobs[current]}
+                sums.add(**given, entropies=entropies, lags=part.lags[current])
+            self.world.total(sums.sums)
+            self.world.largest(sums.maxima)
+        found = sums.metrics(work.n_actions)
+        work.metrics.update({name: value for name, value in found.items() if name.startswith("logprob_gap/")})
+
+    @torch.no_grad()
     def _old_logprobs(self, work: Work) -> list[Tensor]:
         """Log-probs of the policy at the start of the step: float32[n] or better of each micro-batch's fresh tokens."""
         with work.clock.of("old_logprobs"):

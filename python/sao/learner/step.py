@@ -165,6 +165,8 @@ class Learner:
         advantages, skipped = self._advantages(work)
         if advantages is not None and warmup:
             kept = work.n_actions
+            if self._policy_update is not None:
+                self._policy_update.measure_gap(work)
         elif advantages is not None:
             kept, skipped = self._of_policy().run(work, torch.from_numpy(advantages).to(self.world.device))
         if skipped is None and not warmup:

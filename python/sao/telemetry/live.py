@@ -87,7 +87,8 @@ class View:
     def _cells(self, now: Watched) -> list[tuple[str, str, str]]:
         """Label, value and style of the watched numbers."""
         bound = self._config.staleness.max_lag
-        gap_style = _style(now.gap, good=0.02, bad=0.1)
+        limit = self._config.logprob_gap_limit
+        gap_style = _style(now.gap, good=limit / 2, bad=limit)
         return [
             ("success", _number(now.success, "{:.3f}"), "bold"),
             ("reward", _number(now.reward, "{:.3f}"), ""),
