@@ -1,4 +1,4 @@
-"""The command line: `sao train`, `sao pretrain-value`, `sao eval`, `sao doctor`.
+"""The command line: `sao train`, `sao pretrain-value`, `sao eval`, `sao inspect`, `sao doctor`.
 
 Exit codes: 0 done, 1 failed, 2 configuration or usage, 130 interrupted. Nothing heavy is imported before it is needed.
 """
@@ -40,17 +40,22 @@ def train(
         typer.Option("--dry-run", help="check all, print the resolved configuration and the commands, start nothing"),
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the run folder of this name")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on with the run of this name from its newest complete checkpoint")
+    ] = False,
 ) -> None:
     """Train: start broker, generators and learner on this machine, and end them all when the run is over."""
     from sao import config
     from sao.runtime import train as runtime
 
     with _faults():
+        if overwrite and resume:
+            raise ConfigError("--overwrite and --resume: the run is either replaced or goes on")
         resolved = config.load(run_file, overrides or [])
         if dry_run:
-            typer.echo(runtime.describe(resolved, overwrite=overwrite))
+            typer.echo(runtime.describe(resolved, overwrite=overwrite, resume=resume))
             return
-        raise typer.Exit(runtime.train(resolved, overwrite=overwrite))
+        raise typer.Exit(runtime.train(resolved, overwrite=overwrite, resume=resume))
 
 
 @app.command(name="pretrain-value")
@@ -90,6 +95,26 @@ def evaluate(
     with _faults():
         resolved = config.load(run_file, [*(overrides or []), f"model.path={str(model_folder)!r}"])
         typer.echo(runtime.evaluate(resolved))
+
+
+@app.command()
+def inspect(
+    path: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_FILE", help="a run folder, or a recorded step of one", show_default=False)
+    ],
+    trajectory: Annotated[
+        str | None, typer.Option(metavar="ID", help="one trajectory: its id, the beginning of it, or its number")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="recorded step; default: the newest")] = None,
+    colour: Annotated[str, typer.Option(help="tokens by: mask, advantage, ratio or version")] = "mask",
+) -> None:
+    """Show recorded trajectories: all of a step, or one as its segments, token by token."""
+    from rich.console import Console
+
+    from sao.telemetry import inspection
+
+    with _faults():
+        inspection.show(path, Console(), step=step, trajectory=trajectory, colour=colour)
 
 
 @app.command()

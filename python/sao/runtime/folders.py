@@ -6,11 +6,14 @@ removes its own; what a killed run left is found by `stale` and removed by the n
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import stat
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +25,7 @@ from sao.transport.sockets import private_folder
 PREFIX = "sao-"
 OWNER = "owner"
 SHARED_MEMORY = Path("/dev/shm")
+HOLD_S = 30.0  # for processes of an earlier start to end
 SOCKETS = Path("/tmp")  # not TMPDIR: a socket's path may have 107 bytes at most
 
 
@@ -44,7 +48,7 @@ def make_private(run_folder: Path) -> Private:
     sockets_base = SOCKETS if os.access(SOCKETS, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
     folders = [private_folder(PREFIX, str(base)) for base in (sockets_base, weights_base)]
     for folder in folders:
-        _own(folder)
+        own(folder)
     return Private(*folders)
 
 
@@ -57,9 +61,10 @@ def make_run_folder(folder: Path, *, overwrite: bool) -> None:
     if fault:
         raise ConfigError(fault)
     if folder.exists():
+        os.close(hold(folder))
         shutil.rmtree(folder)
     (folder / "logs").mkdir(parents=True)
-    _own(folder)
+    own(folder)
 
 
 def run_folder_fault(folder: Path, *, overwrite: bool) -> str | None:
@@ -70,13 +75,37 @@ def run_folder_fault(folder: Path, *, overwrite: bool) -> str | None:
         return f"run.name: {folder} exists and is not a folder"
     if not any(folder.iterdir()):
         return None
-    if pid := _owner(folder):
+    if pid := owner(folder):
         return f"run.name: {folder} is in use by process {pid}"
     if not overwrite:
         return f"run.name: {folder} exists; choose another run.name or pass --overwrite"
     if not (folder / "config.json").is_file():
         return f"run.name: {folder} holds no run (no config.json), so it is not overwritten"
     return None
+
+
+def hold(folder: Path, wait_s: float = HOLD_S, on_wait: Callable[[], None] = lambda: None) -> int:
+    """Locks the folder for this process and the children that inherit the handle; returns the handle, to be closed.
+
+    What an earlier start has left running (its supervisor was killed) holds the folder until it has ended: that is
+    waited for, after one call of `on_wait`. Raises `ConfigError` when it has not ended after `wait_s`.
+    """
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    deadline, waiting = time.monotonic() + wait_s, False
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(handle)
+                raise ConfigError(
+                    f"run.name: {folder} is in use: processes of an earlier start have not ended within {wait_s:g} s"
+                ) from None
+            if not waiting:
+                on_wait()
+            waiting = True
+            time.sleep(0.1)
 
 
 def disown(folder: Path) -> None:
@@ -92,7 +121,7 @@ def stale() -> list[Path]:
             try:
                 status = folder.lstat()
                 ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-                if ours and _owner(folder) == 0:
+                if ours and owner(folder) == 0:
                     found.append(folder)
             except FileNotFoundError:  # another process was faster
                 continue
@@ -107,11 +136,12 @@ def remove_stale() -> list[Path]:
     return found
 
 
-def _own(folder: Path) -> None:
+def own(folder: Path) -> None:
+    """Writes who we are into the folder."""
     (folder / OWNER).write_text(json.dumps({"pid": os.getpid(), "started_s": psutil.Process().create_time()}))
 
 
-def _owner(folder: Path) -> int | None:
+def owner(folder: Path) -> int | None:
     """Process id of the living owner, 0 of a dead one, None where there is no readable owner file."""
     try:
         owner = json.loads((folder / OWNER).read_text())

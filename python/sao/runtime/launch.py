@@ -6,10 +6,12 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sao.config import Config
 from sao.runtime.processes import Command
 
+INCARNATIONS = 1 << 20  # more than any generator is started again in one start of a run
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -21,12 +23,19 @@ class Places:
     weights_folder: Path
     store: Path
     endpoint: str
+    lock: int | None = None
+    """Handle by which the actors hold the run folder."""
+    start: int = 0
+    """Starts of this run before this one."""
+    resume_step: int | None = None
+    checkpoint: Path | None = None
+    """Where a resumed run goes on."""
 
     @classmethod
-    def of(cls, config: Config, sockets_folder: Path, weights_folder: Path) -> Places:
-        """The places of a run whose private folders are given."""
+    def of(cls, config: Config, sockets_folder: Path, weights_folder: Path, **more: Any) -> Places:
+        """The places of a run whose private folders are given; `more`: the fields that have defaults."""
         endpoint = f"ipc://{sockets_folder / 'broker'}" if config.transport.bind == "ipc" else config.transport.bind
-        return cls(config.folder.resolve(), weights_folder, sockets_folder / "ranks", endpoint)
+        return cls(config.folder.resolve(), weights_folder, sockets_folder / "ranks", endpoint, **more)
 
     def arguments(self) -> tuple[str, ...]:
         """The flags that every actor takes."""
@@ -35,14 +44,18 @@ class Places:
 
 def broker(config: Config, places: Places) -> Command:
     """The broker."""
-    return Command("broker", "broker", _module("sao.broker", places), _environment(1))
+    resume = () if places.resume_step is None else ("--resume-step", str(places.resume_step))
+    return _command("broker", "broker", (*_module("sao.broker", places), *resume), _environment(1), places)
 
 
 def generator(config: Config, places: Places, index: int, incarnation: int) -> Command:
-    """Generator number `index`; `incarnation` counts its starts, from 0."""
-    name = f"g{index}"
-    argv = (*_module("sao.generator", places), "--name", name, "--incarnation", str(incarnation))
-    return Command("generator", name, argv, _environment(config.generator.threads))
+    """Generator number `index`; `incarnation` counts its starts in this start of the run, from 0.
+
+    It is told a number that no process of this name had before, in any start of the run, so its draws are new.
+    """
+    name, number = f"g{index}", places.start * INCARNATIONS + incarnation
+    argv = (*_module("sao.generator", places), "--name", name, "--incarnation", str(number))
+    return _command("generator", name, argv, _environment(config.generator.threads), places)
 
 
 def learner(config: Config, places: Places, rank: int) -> Command:
@@ -55,13 +68,14 @@ def learner(config: Config, places: Places, rank: int) -> Command:
     argv = (
         *_module("sao.learner", places),
         *("--weights-folder", str(places.weights_folder), "--store", str(places.store)),
+        *(("--checkpoint", str(places.checkpoint)) if places.checkpoint else ()),
     )
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     environment = (
         _environment(config.learner.threads) | {key: str(value) for key, value in variables.items()} | loopback
     )
-    return Command("learner", name, argv, environment)
+    return _command("learner", name, argv, environment, places)
 
 
 def everything(config: Config, places: Places) -> list[Command]:
@@ -79,6 +93,10 @@ def threads(config: Config) -> int:
 def available_cpus() -> int:
     """CPUs that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _command(role: str, name: str, argv: tuple[str, ...], environment: dict[str, str], places: Places) -> Command:
+    return Command(role, name, argv, environment, () if places.lock is None else (places.lock,))
 
 
 def _module(module: str, places: Places) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from sao.envs import registry
 from sao.errors import ConfigError, EnvironmentFailure
 from sao.generator.compaction import templates
 from sao.runtime import folders, launch
+from sao.runtime import resume as resuming
 
 ENGINE_PACKAGES = {
     "torch": ("train", ("torch", "transformers", "safetensors")),
@@ -19,10 +20,10 @@ ENGINE_PACKAGES = {
 }
 
 
-def check(config: Config, *, overwrite: bool = False, run_folder: bool = True) -> list[str]:
+def check(config: Config, *, overwrite: bool = False, run_folder: bool = True, resume: bool = False) -> list[str]:
     """Raises `ConfigError` that lists all faults; returns warnings, things that work but are probably not meant.
 
-    Without `run_folder` it does not matter whether the run's folder exists.
+    Without `run_folder` it does not matter whether the run's folder exists; with `resume` it must hold the run.
     """
     faults = [
         *packages(config),
@@ -31,7 +32,9 @@ def check(config: Config, *, overwrite: bool = False, run_folder: bool = True) -
         *environment(config),
         *compaction(config),
     ]
-    if run_folder and (fault := folders.run_folder_fault(config.folder, overwrite=overwrite)):
+    if resume:
+        faults += resuming.faults(config)
+    elif run_folder and (fault := folders.run_folder_fault(config.folder, overwrite=overwrite)):
         faults.append(fault)
     if faults:
         raise ConfigError("\n".join(faults))

@@ -27,6 +27,7 @@ class Command:
     name: str
     argv: tuple[str, ...]
     environment: dict[str, str]
+    handles: tuple[int, ...] = ()  # open files that it inherits
 
 
 class Child:
@@ -44,6 +45,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                pass_fds=command.handles,
                 start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor only, which ends all in order
             )
         self._watcher = threading.Thread(target=self._watch, args=(on_exit,), daemon=True)

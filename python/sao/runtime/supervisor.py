@@ -21,6 +21,7 @@ import psutil
 
 from sao.config import Config
 from sao.errors import Error
+from sao.faults import point
 from sao.runtime import launch, processes
 from sao.runtime.processes import Child, Command
 from sao.transport.client import Client
@@ -132,6 +133,7 @@ class Supervisor:
             on_lost=lambda error: self._inbox.put(_Lost(str(error))),
         )
         threading.Thread(target=self._join, args=(self._client,), daemon=True).start()
+        point("supervisor.started")
 
     def _launch(self, command: Command) -> None:
         child = Child(command, self._logs / f"{command.name}.log", lambda ended: self._inbox.put(_Exit(ended)))
@@ -171,6 +173,7 @@ class Supervisor:
     def _on_push(self, message: Message) -> None:
         body = dict(message.body)
         if message.kind == "step":
+            point("supervisor.step")
             self._last_step_at, self._stall_s = time.monotonic(), STALL_S
             self._report("step", {"step": body["step"], **body["metrics"]})
         elif message.kind == "done":
@@ -184,6 +187,9 @@ class Supervisor:
         if self._running.get(name) is child:
             del self._running[name]
         if self._outcome is not None:
+            if role == "learner" and child.exit_code != 0 and self._outcome.exit_code == EXIT_DONE:
+                text = f"{self._outcome.reason}; but the {name} failed at the end ({child.how_it_ended}); last lines:"
+                self._outcome = Outcome(EXIT_FAILED, f"{text}\n{child.last_lines()}")
             return
         processes.kill(lambda: processes.session(child))  # what it started must not outlive it
         if child.exit_code == 0 and role != "generator":

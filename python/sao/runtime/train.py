@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,21 @@ from sao import __version__
 from sao import config as configuration
 from sao.config import Config
 from sao.runtime import folders, launch, preflight
-from sao.runtime.supervisor import EXIT_DONE, EXIT_INTERRUPTED, Supervisor
+from sao.runtime import resume as resuming
+from sao.runtime.resume import Resume
+from sao.runtime.supervisor import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Outcome, Supervisor
 from sao.telemetry import plot, sinks
 from sao.telemetry.monitor import Monitor
 
 
-def describe(config: Config, *, overwrite: bool = False) -> str:
+def describe(config: Config, *, overwrite: bool = False, resume: bool = False) -> str:
     """The resolved configuration as JSON and the commands that would be run. Creates nothing; raises `ConfigError`."""
-    warnings = preflight.check(config, overwrite=overwrite)
-    places = launch.Places.of(config, folders.SOCKETS / "sao-XXXXXXXX", folders.SHARED_MEMORY / "sao-XXXXXXXX")
+    warnings = preflight.check(config, overwrite=overwrite, resume=resume)
+    places = _places(config, folders.SOCKETS / "sao-XXXXXXXX", folders.SHARED_MEMORY / "sao-XXXXXXXX")
+    if resume:
+        found = resuming.find(config, config.folder.resolve())
+        warnings += [reason for _, reason in found.ignored] + ([found.finished] if found.finished else [])
+        places = _places(config, places.store.parent, places.weights_folder, resume=found)
     lines = [json.dumps(config.model_dump(mode="json"), indent=2), ""]
     for command in launch.everything(config, places):
         changed = " ".join(f"{name}={value}" for name, value in command.environment.items())
@@ -30,28 +38,27 @@ def describe(config: Config, *, overwrite: bool = False) -> str:
     return "\n".join([*lines, *(f"# warning: {warning}" for warning in warnings), "# dry run: nothing was started"])
 
 
-def train(config: Config, *, overwrite: bool = False) -> int:
-    """Runs a training run to its end; returns the exit code. Raises `ConfigError` before any side effect."""
-    warnings = preflight.check(config, overwrite=overwrite)
+def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> int:
+    """Runs a training run to its end; returns the exit code. Raises `ConfigError` before any side effect.
+
+    `resume`: go on with the run in the folder, from its newest complete checkpoint.
+    """
+    warnings = preflight.check(config, overwrite=overwrite, resume=resume)
     console = Console(stderr=False, highlight=False)
     for folder in folders.remove_stale():
         console.print(f"removed {folder}, left by a run that was killed", style="dim")
     run_folder = config.folder.resolve()
-    folders.make_run_folder(run_folder, overwrite=overwrite)
-    private = folders.make_private(run_folder)
+    if not resume:
+        folders.make_run_folder(run_folder, overwrite=overwrite)
+    lock = folders.hold(run_folder, on_wait=lambda: console.print("waiting for processes of an earlier start to end"))
     try:
-        configuration.save(config, run_folder / "config.json")
-        places = launch.Places.of(config, private.sockets, private.weights)
-        with Monitor(config, run_folder, console) as monitor:
-            monitor.report("run", {**_environment(), "config": config.model_dump(mode="json")})
-            for warning in warnings:
-                monitor.report("event", {"level": "warning", "text": warning})
-            supervisor = Supervisor(config, places, run_folder / "logs", monitor.report, monitor.tick)
-            outcome = supervisor.run()
-            monitor.report("end", {"exit_code": outcome.exit_code, "reason": outcome.reason})
+        found = resuming.find(config, run_folder) if resume else None
+        if found is not None and found.finished:
+            console.print(found.finished, style="bold green", markup=False, soft_wrap=True)
+            return EXIT_DONE
+        outcome = _run(config, run_folder, lock, found, warnings, console)
     finally:
-        private.remove()
-        folders.disown(run_folder)
+        os.close(lock)
     _summary(run_folder, config, console)
     style = {EXIT_DONE: "bold green", EXIT_INTERRUPTED: "bold yellow"}.get(outcome.exit_code, "bold red")
     console.print(outcome.reason, style=style, markup=False, soft_wrap=True)
@@ -59,9 +66,52 @@ def train(config: Config, *, overwrite: bool = False) -> int:
     return outcome.exit_code
 
 
+def _run(
+    config: Config, run_folder: Path, lock: int, found: Resume | None, warnings: list[str], console: Console
+) -> Outcome:
+    """Runs what is prepared, in a folder that is ours."""
+    folders.own(run_folder)
+    private = folders.make_private(run_folder)
+    try:
+        texts = [] if found is None else resuming.begin(found, run_folder)
+        configuration.save(config, run_folder / "config.json")
+        places = _places(config, private.sockets, private.weights, lock=lock, resume=found)
+        with Monitor(config, run_folder, console) as monitor:
+            monitor.report("run", {**_environment(), "config": config.model_dump(mode="json")})
+            if found is not None:
+                lost = found.lost_steps
+                monitor.report("resume", {"step": found.step, "version": found.version, "lost_steps": lost})
+            for text in warnings + texts:
+                monitor.report("event", {"level": "warning", "text": text})
+            steps = Counter[str]()
+
+            def report(kind: str, fields: dict[str, Any]) -> None:
+                steps[kind] += 1
+                monitor.report(kind, fields)
+
+            outcome = Supervisor(config, places, run_folder / "logs", report, monitor.tick).run()
+            if found is not None and outcome.exit_code == EXIT_DONE and not steps["step"]:
+                text = f"resumed after step {found.step} of {config.run.steps}, and no step was made: {outcome.reason}"
+                outcome = Outcome(EXIT_FAILED, text)
+            monitor.report("end", {"exit_code": outcome.exit_code, "reason": outcome.reason})
+            return outcome
+    finally:
+        private.remove()
+        folders.disown(run_folder)
+
+
+def _places(
+    config: Config, sockets: Path, weights: Path, *, lock: int | None = None, resume: Resume | None = None
+) -> launch.Places:
+    if resume is None:
+        return launch.Places.of(config, sockets, weights, lock=lock)
+    more = {"start": resume.start + 1, "resume_step": resume.step, "checkpoint": resume.checkpoint}
+    return launch.Places.of(config, sockets, weights, lock=lock, **more)
+
+
 def _summary(run_folder: Path, config: Config, console: Console) -> None:
     """What came of it: held-out success first and last, the model, the curves."""
-    records = sinks.read(run_folder / "metrics.jsonl")
+    records = sinks.surviving(sinks.read(run_folder / "metrics.jsonl"))
     held_out = [record for record in records if record["kind"] == "eval" and record["success"] is not None]
     if held_out:
         points = [held_out[0], held_out[-1]] if len(held_out) > 1 else held_out

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sao.telemetry.metrics import watched, wilson
+from sao.telemetry.sinks import surviving
 
 TRAINING, HELD_OUT, GENERATORS, LEARNER, LIMIT = "#3572b0", "#d1495b", "#3a8f5c", "#3572b0", "#888888"
 SMOOTH = 9  # steps in the running mean of what is noisy
@@ -17,6 +18,7 @@ SMOOTH = 9  # steps in the running mean of what is noisy
 
 def curves(records: Sequence[dict[str, Any]], path: Path, title: str = "") -> None:
     """Draws the step and eval records. Raises `ImportError` without matplotlib, `ValueError` without a step record."""
+    records = surviving(records)
     steps = [watched(record) for record in records if record["kind"] == "step"]
     if not steps:
         raise ValueError("records: no step record to draw")

@@ -1,15 +1,16 @@
 """Where records go: one machine-readable file, TensorBoard, Weights & Biases.
 
-A record is a flat dict with `kind` (`run`, `step`, `eval`, `event`, `end`) and `time_s` (Unix time); numbers are
-numbers, and what is not finite or not known is null. `docs/reference/metrics.md` lists the names.
+A record is a flat dict with `kind` (`run`, `resume`, `step`, `eval`, `event`, `end`) and `time_s` (Unix time); numbers
+are numbers, and what is not finite or not known is null. `docs/reference/metrics.md` lists the names.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +46,9 @@ class JsonLines:
     """`metrics.jsonl`: one JSON object a line, on disk after each line, so that a killed run has all but the last."""
 
     def __init__(self, path: Path) -> None:
+        """Opens the file to go on at its end; a last line that was cut off by a kill is removed."""
+        if path.exists() and not (data := path.read_bytes()).endswith(b"\n"):
+            os.truncate(path, data.rfind(b"\n") + 1)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, record: Record) -> None:
@@ -145,3 +149,13 @@ def read(path: Path) -> list[Record]:
         except ValueError:
             break
     return records
+
+
+def surviving(records: Sequence[Record]) -> list[Record]:
+    """The records without what was lost: a run that was resumed after step S has made the steps after S again."""
+    kept: list[Record] = []
+    for happened in records:
+        if happened["kind"] == "resume":
+            kept = [r for r in kept if r["kind"] not in ("step", "eval") or r["step"] <= happened["step"]]
+        kept.append(happened)
+    return kept

@@ -1,0 +1,133 @@
+"""From where a run goes on, and whether it may: its newest complete checkpoint that its ledger knows.
+
+The ledger says which tasks were trained in which step, the checkpoint which tasks its weights have seen. Both must
+agree; steps after the checkpoint are lost and their tasks are played again (the broker takes them back in the ledger).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sao import checkpoints
+from sao._core import ledger_history
+from sao.checkpoints import Checkpoint, Ordinals
+from sao.config import Config
+from sao.errors import CheckpointError, ConfigError
+from sao.runtime import folders
+from sao.telemetry import sinks
+
+STARTS = "starts"  # how often the run was resumed; generators derive their random numbers from it
+# What may differ from the run's first start: limits, resources, what is watched. All else decides what is trained.
+MAY_CHANGE = {
+    "run": {"name", "dir", "steps", "max_failures_in_a_row", "target_success"},
+    "env": {"step_timeout_s"},
+    "learner": {
+        *("ranks", "threads", "row_tokens", "rows_per_micro_batch", "logprob_chunk_tokens", "activation_checkpointing"),
+        *("attention", "offload_optimizer", "deterministic", "save_every_steps", "checkpoints_kept"),
+        "max_skipped_in_a_row",
+    },
+}
+ALL_MAY_CHANGE = {"generator", "staleness", "buffer", "eval", "transport", "telemetry", "value_pretraining"}
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a run goes on. `checkpoint`: None when none was saved; it then starts from the start policy, at step 0."""
+
+    start: int  # starts of this run before this one
+    step: int
+    version: int
+    checkpoint: Path | None
+    lost_steps: int
+    ignored: list[tuple[Path, str]]
+    finished: str  # why there is nothing left to do; empty when there is
+
+
+def faults(config: Config) -> list[str]:
+    """Why the run in the configuration's folder cannot be resumed with it. Touches nothing."""
+    folder = config.folder
+    try:
+        before = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return [f"run.name: {folder} holds no run (no readable config.json): there is nothing to resume"]
+    if pid := folders.owner(folder):
+        return [f"run.name: {folder} is in use by process {pid}"]
+    found = []
+    for section, values in config.model_dump(mode="json").items():
+        for key, value in values.items():
+            old = before.get(section, {}).get(key, value)
+            if old != value and section not in ALL_MAY_CHANGE and key not in MAY_CHANGE.get(section, ()):
+                found.append(f"{section}.{key}: {value!r} contradicts the run that is resumed, which has {old!r}")
+    return found
+
+
+def find(config: Config, run_folder: Path) -> Resume:
+    """Where the run goes on. Changes nothing.
+
+    Raises `CheckpointError` when there are checkpoints but none of them is usable, `LedgerError` when the ledger is
+    damaged.
+    """
+    ledger, folder = run_folder / "ledger.log", run_folder / "checkpoints"
+    checkpoint, ignored = checkpoints.newest(folder, lambda found: _agree(ledger, found))
+    if checkpoint is None and ignored:
+        reasons = "\n".join(reason for _, reason in ignored)
+        raise CheckpointError(
+            f"none of the checkpoints in {folder} can be resumed; remove them to begin at step 0\n{reasons}"
+        )
+    step, version = (checkpoint.step, checkpoint.version) if checkpoint else (0, 0)
+    lost = len(ledger_history(ledger, step)[1]) if ledger.exists() else 0
+    path = checkpoint.path if checkpoint else None
+    return Resume(_starts(run_folder), step, version, path, lost, ignored, _finished(config, run_folder, step))
+
+
+def begin(resume: Resume, run_folder: Path) -> list[str]:
+    """Prepares the run folder; returns what a user should be told. For whoever holds the folder (`folders.hold`)."""
+    texts = checkpoints.tidy(run_folder / "checkpoints")
+    for path, reason in resume.ignored:
+        texts.append(f"ignored checkpoint: {reason}; it is now {checkpoints.set_aside(path)}")
+    unfinished = run_folder / f".{STARTS}"
+    unfinished.write_text(f"{resume.start + 1}\n")
+    unfinished.replace(run_folder / STARTS)
+    origin = f"from {resume.checkpoint}" if resume.checkpoint else "with the start policy: no checkpoint was saved"
+    lost = f"; {resume.lost_steps} later steps are lost and trained again" if resume.lost_steps else ""
+    return [*texts, f"resumed after step {resume.step}, policy version {resume.version}, {origin}{lost}"]
+
+
+def _agree(ledger: Path, checkpoint: Checkpoint) -> None:
+    """Raises `CheckpointError` unless the ledger says that exactly the checkpoint's tasks were trained."""
+    facts: dict[str, Any] = checkpoint.manifest["ledger"]
+    runs, steps = ledger_history(ledger, checkpoint.step - 1)
+    step = next((step for step in steps if step["step"] == checkpoint.step), None)
+    if step is None:
+        raise CheckpointError(f"{checkpoint.path}: {ledger.name} knows no step {checkpoint.step}")
+    if (step["lease"], [list(task) for task in step["tasks"]]) != (facts["lease"], facts["tasks"]):
+        raise CheckpointError(f"{checkpoint.path}: step {checkpoint.step} is that of another line of {ledger.name}")
+    trained = Ordinals(runs)
+    trained.add(ordinal for ordinal, _ in step["tasks"])
+    if trained.runs != facts["trained"]:
+        raise CheckpointError(f"{checkpoint.path}: other tasks were trained than {ledger.name} says")
+
+
+def _finished(config: Config, run_folder: Path, step: int) -> str:
+    if step >= config.run.steps:
+        return f"the run is complete: step {step} of {config.run.steps} is saved; raise run.steps to train on"
+    target, metrics = config.run.target_success, run_folder / "metrics.jsonl"
+    if target is not None and metrics.exists():
+        records = sinks.surviving(sinks.read(metrics))
+        last = next((record for record in reversed(records) if record["kind"] == "eval"), {})
+        if last.get("step") == step and (last.get("success") or 0.0) >= target:
+            return f"the run is complete: run.target_success = {target:g} was reached at step {step}"
+    return ""
+
+
+def _starts(run_folder: Path) -> int:
+    try:
+        text = (run_folder / STARTS).read_text()
+    except FileNotFoundError:
+        return 0
+    if not text.strip().isdecimal():
+        raise ConfigError(f"{run_folder / STARTS}: {text!r} is no number")
+    return int(text)
