@@ -21,10 +21,11 @@ LAYERS = [
     {"runtime"},
     {"generator", "broker", "learner"},
     {"transport", "envs", "algorithms", "telemetry"},
-    {"trajectory", "buffer", "config", "config_estimators", "config_faults", "errors"},
+    {"trajectory", "buffer", "checkpoints", "config", "config_estimators", "config_faults", "faults", "errors"},
     {"_core"},
 ]
 PEERS = {("buffer", "trajectory"), ("buffer", "errors"), ("trajectory", "errors"), ("config", "errors")}
+PEERS |= {("checkpoints", "errors"), ("checkpoints", "faults"), ("faults", "errors")}
 PEERS |= {("config", "config_faults"), ("config", "config_estimators"), ("config_estimators", "config")}
 MAY_IMPORT_TORCH = ("generator/", "learner/", "algorithms/", "transport/weights.py", "runtime/evaluate.py")
 FORBIDDEN_NAMES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
