@@ -108,7 +108,7 @@ class Critic(nn.Module):
             attention_mask=batch.attention_mask,
             use_cache=False,
         ).last_hidden_state
-        values = self.head(hidden[rows, columns]).squeeze(-1)
+        values = self.head(hidden[rows, columns]).squeeze(-1).clone()  # FSDP hooks do not like views
         return values if values.dtype == torch.float64 else values.float()
 
 
