@@ -124,6 +124,15 @@ LIGHT = [
 ]
 
 
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.parts[-2] in ("learner", "algorithms")], ids=lambda p: p.name)
+def test_nothing_that_trains_encodes_text(path):
+    """Token ids of the engine are the only ones: a learner without a tokenizer cannot make others from text."""
+    names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    names |= {name.rpartition(".")[2] for _, name in imports(path)}
+    assert not names & {"AutoTokenizer", "PreTrainedTokenizerFast", "tokenizers", "Renderer", "apply_chat_template"}
+
+
 @pytest.mark.parametrize("statement", LIGHT)
 def test_light_modules_import_nothing_heavy(statement):
     assert not modules_after(statement) & HEAVY

@@ -163,6 +163,37 @@ def test_a_shared_prefix_is_never_read_across_twenty_updates(tiny_model: Path, t
     assert asyncio.run(main()) < TOLERANCE
 
 
+def test_requests_that_come_while_weights_change_are_all_served_and_hold_up_no_update(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(3)
+    models = {version: make_model(seed=version + 1) for version in range(1, 13)}
+    refs = [publish(dict(model.named_parameters()), tmp_path, version, keep=20) for version, model in models.items()]
+    models[0] = load_model(tiny_model)
+
+    async def ask(engine: TorchEngine, name: str, prompt: np.ndarray) -> tuple[Request, Completion]:
+        await asyncio.sleep(float(rng.random()) * 0.004)
+        asked = request(name, prompt, 4)
+        completion = await engine.generate(asked)
+        await engine.release(name)
+        return asked, completion
+
+    async def main() -> list[tuple[Request, Completion]]:
+        engine = await started(tiny_model)
+        pairs = []
+        for ref in refs:
+            begun = [ask(engine, f"{ref.version}/{i}", prompt) for i, prompt in enumerate(prompts(rng, 6, 2, 9))]
+            _, *answers = await asyncio.wait_for(asyncio.gather(engine.update_weights(ref), *begun), 30)
+            assert engine.version == ref.version
+            pairs += answers
+        await engine.close()
+        return pairs
+
+    pairs = asyncio.run(main())
+    assert len(pairs) == 72 and {span[2] for _, done in pairs for span in done.version_spans.tolist()} >= {11, 12}
+    assert max(compare(models, *pair) for pair in pairs) < TOLERANCE
+
+
 def test_long_prompts_are_prefilled_in_parts(tiny_model: Path) -> None:
     models = {0: load_model(tiny_model)}
     rng = np.random.default_rng(3)
