@@ -1,0 +1,237 @@
+"""`sao inspect`: recorded trajectories as their segments, token by token, coloured by what happened to each.
+
+Reads what a run with `telemetry.keep_trajectories` left (`sao.telemetry.recording`). Token texts come from the
+tokenizer of the run's model folder, where both are still there; else token ids are shown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sao.errors import ConfigError, ValidationError
+from sao.telemetry.recording import RecordedStep, read_step, recorded_steps, step_path
+from sao.trajectory import Segment, Trajectory
+
+COLOURS = ("mask", "advantage", "ratio", "version")
+CONTEXT_STYLE = "bright_black"
+OPEN, CLOSE = "⟦", "⟧"  # around sampled tokens where there are no colours
+VERSIONS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+LEGENDS = {
+    "mask": "green: sampled and trained; magenta: the same, in a summary; yellow: no policy gradient; grey: given",
+    "advantage": "green: above 0; red: below 0; brighter: larger; grey: given",
+    "ratio": "green: inside the band; red: outside, weight 0; yellow: too old or not scored; grey: given",
+    "version": "one colour a policy version, in turn; grey: given",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """One trajectory of a step: flat index of its first token, and its segments' starts."""
+
+    index: int
+    trajectory: Trajectory
+    starts: list[int | None]  # flat index of each segment's first token; None: left out of training
+
+
+def find_step(path: Path, step: int | None = None) -> Path:
+    """The recorded step that is meant: a file, or the newest (or number `step`) of a run. Raises `ConfigError`."""
+    if path.is_file():
+        return path
+    folder = path / "trajectories" if (path / "trajectories").is_dir() else path
+    steps = recorded_steps(folder)
+    if not steps:
+        raise ConfigError(f"{path}: no recorded step; train with telemetry.keep_trajectories = N")
+    if step is not None and step not in steps:
+        raise ConfigError(f"--step {step}: {folder} has the steps {steps[0]} to {steps[-1]}")
+    return step_path(folder, steps[-1] if step is None else step)
+
+
+def show(
+    path: Path, console: Console, *, step: int | None = None, trajectory: str | None = None, colour: str = "mask"
+) -> None:
+    """Prints a table of the step's trajectories, or the one whose id begins with `trajectory` (or of that number).
+
+    Raises `ConfigError` when there is no such step or trajectory, `WireError` when the file is damaged.
+    """
+    if colour not in COLOURS:
+        raise ConfigError(f"--colour {colour}: expected one of {', '.join(COLOURS)}")
+    file = find_step(path, step)
+    recorded = read_step(file)
+    shown = list(_all(recorded))
+    if trajectory is None:
+        console.print(_overview(recorded, shown))
+        return
+    chosen = _choose(shown, trajectory)
+    for part in _segments(recorded, chosen, colour, _texts(file), bool(console.color_system)):
+        console.print(part, soft_wrap=False, highlight=False)
+
+
+def _all(recorded: RecordedStep) -> Iterator[Shown]:
+    offsets, firsts = recorded.arrays["segment_offsets"], recorded.arrays["trajectory_offsets"]
+    summaries = bool(recorded.meta.get("compaction", {}).get("train_summaries", True))
+    for index, trajectory in enumerate(recorded.trajectories()):
+        rows = iter(offsets[firsts[index] : firsts[index + 1]].tolist())
+        kept = [summaries or segment.kind != "summary" for segment in trajectory.segments]
+        if sum(kept) != firsts[index + 1] - firsts[index]:
+            raise ValidationError(f"trajectory {index}: {sum(kept)} segments, the arrays have another number")
+        yield Shown(index, trajectory, [next(rows) if keep else None for keep in kept])
+
+
+def _choose(shown: list[Shown], wanted: str) -> Shown:
+    found = [item for item in shown if item.trajectory.id.hex().startswith(wanted.lower())]
+    if len(found) != 1 and wanted.isdecimal() and int(wanted) < len(shown):
+        return shown[int(wanted)]
+    if len(found) != 1:
+        count = "no" if not found else f"{len(found)}"
+        raise ConfigError(
+            f"--trajectory {wanted}: {count} trajectories of this step; expected an id or 0..{len(shown) - 1}"
+        )
+    return found[0]
+
+
+def _overview(recorded: RecordedStep, shown: list[Shown]) -> Table:
+    meta = recorded.meta
+    table = Table(title=f"step {recorded.step}, policy version {meta.get('version')}, {len(shown)} trajectories")
+    for name in ("#", "id", "task", "end", "reward", "segments", "tokens", "sampled", "versions", "advantage", "ratio"):
+        table.add_column(name, justify="left" if name in ("id", "end", "versions") else "right")
+    for item in shown:
+        it = item.trajectory
+        kinds = "".join("S" if segment.kind == "summary" else "E" for segment in it.segments)
+        end = it.termination.reason or it.termination.kind
+        advantage, ratio = (_mean(recorded, item, pick) for pick in (_advantages, _ratios))
+        versions = f"{it.min_version}..{it.max_version}"
+        reward = "-" if it.reward is None else f"{it.reward:g}"
+        cells = (item.index, it.id.hex()[:8], it.task_ordinal, end, reward, kinds, it.n_tokens, it.n_actions, versions)
+        table.add_row(*map(str, cells), advantage, ratio)
+    return table
+
+
+Pick = Callable[[RecordedStep, slice], NDArray[np.float64]]
+
+
+def _advantages(recorded: RecordedStep, part: slice) -> NDArray[np.float64]:
+    found = recorded.arrays.get("advantages")
+    size = part.stop - part.start
+    return np.full(size, np.nan) if found is None else found[part].astype(np.float64)
+
+
+def _ratios(recorded: RecordedStep, part: slice) -> NDArray[np.float64]:
+    now, then = recorded.arrays["logprobs"][part], recorded.arrays["rollout_logprobs"][part]
+    return np.exp(np.clip(now.astype(np.float64) - then.astype(np.float64), -20, 20))
+
+
+def _mean(recorded: RecordedStep, item: Shown, pick: Pick) -> str:
+    found = [
+        pick(recorded, slice(start, start + segment.n_tokens))[segment.action_mask]
+        for segment, start in zip(item.trajectory.segments, item.starts, strict=True)
+        if start is not None
+    ]
+    values = np.concatenate(found) if found else np.zeros(0)
+    values = values[np.isfinite(values)]
+    return f"{values.mean():.4f}" if values.size else "-"
+
+
+def _segments(
+    recorded: RecordedStep, item: Shown, colour: str, texts: Callable[[int], str] | None, colours: bool
+) -> Iterator[Text | Table]:
+    it = item.trajectory
+    head = Text(f"trajectory {it.id.hex()}  task {it.task_ordinal}  attempt {it.attempt}  {it.env}\n", "bold")
+    reason = f" ({it.termination.reason})" if it.termination.reason else ""
+    head.append(f"{it.termination.kind}{reason}, reward {it.reward}, temperature {it.temperature:g}\n", "")
+    head.append("".join(f"{key} {value}  " for key, value in it.metadata.items()) + "\n", "dim")
+    head.append(LEGENDS[colour] if colours else f"{OPEN}sampled by the policy{CLOSE}", "dim italic")
+    yield head
+    largest = max((_largest(recorded, it, item.starts)), 1e-12)
+    for number, (segment, start) in enumerate(zip(it.segments, item.starts, strict=True)):
+        yield _title(recorded, segment, start, number, len(it.segments))
+        styles = _styles(recorded, segment, start, colour, largest)
+        yield _tokens(segment, styles, texts, colours)
+
+
+def _title(recorded: RecordedStep, segment: Segment, start: int | None, number: int, count: int) -> Text:
+    title = Text(f"\n── segment {number} of {count}: {segment.kind}, {segment.n_tokens} tokens, ", "bold")
+    versions = sorted({int(v) for v in segment.version_spans[:, 2]})
+    title.append(f"{segment.n_actions} sampled by version {', '.join(map(str, versions))}")
+    if start is None:
+        return title.append(", left out of training", "yellow")
+    part = slice(start, start + segment.n_tokens)
+    for name, pick in (("advantage", _advantages), ("ratio", _ratios)):
+        values = pick(recorded, part)[segment.action_mask]
+        values = values[np.isfinite(values)]
+        if values.size:
+            title.append(f", {name} {values.mean():.3f} [{values.min():.3f}, {values.max():.3f}]")
+    return title
+
+
+def _largest(recorded: RecordedStep, it: Trajectory, starts: list[int | None]) -> float:
+    parts = [slice(s, s + g.n_tokens) for g, s in zip(it.segments, starts, strict=True) if s is not None]
+    return max((float(np.nanmax(np.abs(_advantages(recorded, part)), initial=0.0)) for part in parts), default=0.0)
+
+
+def _styles(recorded: RecordedStep, segment: Segment, start: int | None, colour: str, largest: float) -> list[str]:
+    """A rich style for each token of the segment."""
+    part = None if start is None else slice(start, start + segment.n_tokens)
+    advantages = None if part is None else _advantages(recorded, part)
+    ratios = np.full(segment.n_tokens, np.nan) if part is None else _ratios(recorded, part)
+    versions = np.zeros(segment.n_tokens, np.int64)
+    for first, stop, version in segment.version_spans.tolist():
+        versions[first:stop] = version
+    rules = recorded.meta.get("algorithm", {})
+    low, high = 1 - rules.get("eps_low", 1.0), 1 + rules.get("eps_high", np.inf)
+    styles = []
+    for at in range(segment.n_tokens):
+        ratio = ratios[at]
+        inside = bool(low < ratio < high)
+        if not segment.action_mask[at]:
+            styles.append(CONTEXT_STYLE)
+        elif colour == "version":
+            styles.append(VERSIONS[int(versions[at]) % len(VERSIONS)])
+        elif colour == "ratio":
+            styles.append("yellow" if np.isnan(ratio) else "green" if inside else "bold red")
+        elif colour == "advantage" and advantages is not None:
+            weight = "bold " if abs(advantages[at]) > largest / 2 else ""
+            styles.append(f"{weight}{'green' if advantages[at] > 0 else 'red' if advantages[at] < 0 else 'white'}")
+        elif not inside:
+            styles.append("yellow")
+        else:
+            styles.append("magenta" if segment.kind == "summary" else "green")
+    return styles
+
+
+def _tokens(segment: Segment, styles: list[str], texts: Callable[[int], str] | None, colours: bool) -> Text:
+    body, mask = Text(), segment.action_mask
+    for at, (token, style) in enumerate(zip(segment.token_ids.tolist(), styles, strict=True)):
+        if not colours and mask[at] and not mask[at - 1]:
+            body.append(OPEN)
+        body.append(texts(token) if texts else f"{token} ", style)
+        if not colours and mask[at] and (at + 1 == len(mask) or not mask[at + 1]):
+            body.append(CLOSE)
+    return body
+
+
+def _texts(file: Path) -> Callable[[int], str] | None:
+    """From token id to text, by the tokenizer of the run that recorded the file; None when it is gone."""
+    try:
+        config: dict[str, Any] = json.loads((file.parent.parent / "config.json").read_text(encoding="utf-8"))
+        from tokenizers import Tokenizer  # of the extra `train`
+
+        tokenizer = Tokenizer.from_file(str(Path(config["model"]["path"]) / "tokenizer.json"))
+    except Exception:  # no run folder around the file, no model any more, no library: ids do as well
+        return None
+    gap = " " if tokenizer.decoder is None else ""  # of words that the tokenizer split at blanks
+
+    def text(token: int) -> str:
+        found = tokenizer.decode([token], skip_special_tokens=False)
+        return found if found.isspace() else found + gap
+
+    return text
