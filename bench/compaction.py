@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLE = "examples/compaction"
 RESULT = RESULTS / "compaction.json"
 MODEL = "runs/compaction-model"
+STEPS = 60
 LIMIT_S = 900.0
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "default": ("summaries trained, token mean, paper's credit", ()),
@@ -38,7 +39,14 @@ def train(arm: str, seed: int, runs: Path, lock: str | None) -> dict[str, Any]:
     """One run: its evaluations, its rewards and its time."""
     name = f"{arm}-{seed}"
     command = [sys.executable, "-m", "sao.cli", "train", f"{EXAMPLE}/run.toml", "--overwrite"]
-    command += [f"run.name={name}", f"run.dir={runs}", f"run.seed={seed}", "run.target_success=1.0", *ARMS[arm][1]]
+    command += [
+        f"run.name={name}",
+        f"run.dir={runs}",
+        f"run.seed={seed}",
+        "run.target_success=1.0",
+        f"run.steps={STEPS}",
+        *ARMS[arm][1],
+    ]
     command += ["telemetry.tensorboard=false", "telemetry.plot=false"]
     if lock is not None:
         command = ["flock", lock, *command]

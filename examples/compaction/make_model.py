@@ -2,9 +2,9 @@
 
     python examples/compaction/make_model.py OUT_DIR [--seed N]
 
-The model is pretrained for less than a minute on scripted windows: it says `next`, it puts two facts that were drawn at
-random into its first summary, copies them into every later one, and answers from them. Which facts are worth a place is
-nothing that a demonstration could teach: that is left to reinforcement learning.
+The model is pretrained for less than a minute on scripted windows: it says `next`, it puts the facts of a kind that was
+drawn at random into its first summary, copies them into every later one, and answers from them. Which facts are worth a
+place is nothing that a demonstration could teach: that is left to reinforcement learning.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sao.config import load
-from sao.envs.recall import VALUES, WORDS, draw
+from sao.envs.recall import KINDS, VALUES, WORDS, draw
 from sao.runtime.evaluate import evaluate
 
 REQUEST = "<end><user>sum"  # what follows an observation when a summary is due, see summary.txt
@@ -88,19 +88,21 @@ def windows(rng: random.Random, short: bool) -> tuple[str, str, str]:
     short: with half of the facts and hardly any filler, from which copying is learned several times as fast.
     """
     task = draw(rng.getrandbits(62), "train", filler=6)
-    facts, filler = task.facts[: len(task.facts) // 2 if short else None], task.filler
-    kept = rng.sample(facts, SUMMARY_FACTS)
+    kinds = rng.sample(list(KINDS), 2)
+    facts = [fact for fact in task.facts if not short or fact.key in KINDS[kinds[0]] + KINDS[kinds[1]]]
+    kept = [fact for fact in facts if fact.key in KINDS[kinds[0]]]
+    rng.shuffle(kept)
     summary = " ".join(map(str, kept))
     asked = rng.choice(kept if short or rng.random() < 0.75 else facts)
     answer = asked.value if asked in kept else rng.choice(VALUES)
-    first, question = task.observations[0], f"ask {asked.key}"
+    filler, question = task.filler, f"ask {asked.key}"
     if short:
-        word = filler[0].split()[0]
-        shown, then, last = [f"{first}{REQUEST}"], [f"{word}{REQUEST}"], [question]
+        shown, then, last = [" ".join(map(str, facts))], [filler[0].split()[0]], [question]
     else:
-        shown = [first, task.observations[1], f"{filler[0]}{REQUEST}"]
-        then = [filler[1], filler[2], f"{filler[3]}{REQUEST}"]
+        shown, then = [*task.observations[:2], filler[0]], [*filler[1:4]]
         last = [*filler[4 : rng.randint(4, 6)], question]
+    shown[-1] += REQUEST
+    then[-1] += REQUEST
     return window("begin", shown, summary), window(summary, then, summary), window(summary, last, f"say {answer}")
 
 
