@@ -28,15 +28,16 @@ from sao.errors import (
     WeightsError,
     WireError,
 )
+from sao.faults import point
 from sao.generator.compaction import Compactor
 from sao.generator.engine import Engine, Request, check_completion
 from sao.generator.episode import Progress, Task, run_episode
 from sao.generator.render import Renderer
-from sao.generator.sampling import derive_seed
+from sao.generator.seeds import derive_seed
 from sao.trajectory import Trajectory, encode
 from sao.transport.client import Client
 from sao.transport.messages import Message
-from sao.transport.weights import WeightsRef
+from sao.transport.reference import WeightsRef
 
 _CODES = ("bad_logprob", "no_token_capture", "bad_completion", "aborted")  # what an EngineError may begin with
 _FIRST_TOKEN_S = 120.0  # deadline of the one-token request that shows whether the engine works
@@ -181,6 +182,7 @@ class Generator:
         key = (task.split, task.ordinal, task.attempt)
         if self._stopped.is_set() or key in self._episodes:
             return
+        point("generator.task")
         episode = asyncio.create_task(self._play(task))
         self._episodes[key] = episode
         episode.add_done_callback(lambda done: self._finished(key, done))
@@ -240,6 +242,7 @@ class Generator:
             }
             await self._ask("eval_result", body)
             return
+        point("generator.deliver")
         reply = await self._ask("trajectory", {}, encode(trajectory))
         if reply is not None and not reply.body.get("accepted", True):
             reason = reply.body.get("reason")
@@ -347,6 +350,15 @@ class Generator:
             await asyncio.to_thread(self._client.close)
 
 
+def make_renderer(config: Config) -> Renderer:
+    """The renderer of the model folder; for the scripted engine one that needs no tokenizer. Raises `ConfigError`."""
+    if config.generator.engine != "scripted":
+        return Renderer(config.model.path)
+    from sao.generator.scripted_engine import ScriptedRenderer
+
+    return ScriptedRenderer(config.model.path)
+
+
 def make_engine(config: Config, renderer: Renderer, seed: int) -> Engine:
     """The engine that `generator.engine` names, not yet started."""
     generator, sampling = config.generator, config.sampling
@@ -373,7 +385,7 @@ def make_engine(config: Config, renderer: Renderer, seed: int) -> Engine:
         )
     from sao.generator.scripted_engine import ScriptedEngine
 
-    return ScriptedEngine(vocab_size=renderer.vocab_size, seed=seed)
+    return ScriptedEngine(vocab_size=renderer.vocab_size, seed=seed, record=False)
 
 
 def make_summariser(config: Config, renderer: Renderer, seed: int) -> Engine | None:
@@ -396,7 +408,7 @@ def make_generator(config: Config, endpoint: str, name: str, incarnation: int) -
     """A generator as `python -m sao.generator` runs it. Raises `ConfigError` and `EngineError`."""
     registry.factory(config.env.name)  # a wrong name is found before anything slow is imported
     seed = derive_seed(config.run.seed, name, incarnation)
-    renderer = Renderer(config.model.path)
+    renderer = make_renderer(config)
 
     def connect(*, on_push: Callable[[Message], None], on_lost: Callable[[Error], None]) -> Client:
         return Client(

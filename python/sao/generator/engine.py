@@ -14,7 +14,7 @@ import numpy as np
 from sao.errors import EngineError
 
 if TYPE_CHECKING:
-    from sao.transport.weights import WeightsRef
+    from sao.transport.reference import WeightsRef
 
 StopReason = Literal["stop", "length", "context", "abort"]
 

@@ -31,7 +31,7 @@ from sao.errors import EngineError, EnvironmentFailure
 from sao.generator.compaction import Compaction, Compactor
 from sao.generator.engine import Completion, Engine, Request, check_completion
 from sao.generator.render import Renderer
-from sao.generator.sampling import derive_seed
+from sao.generator.seeds import derive_seed
 from sao.generator.window import Window
 from sao.trajectory import Termination, Trajectory
 

@@ -7,18 +7,14 @@ tokens are the same up to the rounding of the logits, which does depend on the s
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 import torch
 
+from sao.generator.seeds import derive_seed
+
+__all__ = ["derive_seed", "sample", "uniforms"]
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def derive_seed(*parts: object) -> int:
-    """A 63-bit seed from the parts' text: equal parts give equal seeds in every process, others unrelated ones."""
-    digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def uniforms(seeds: np.ndarray, places: np.ndarray) -> np.ndarray:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sao.errors import ClosedError, EngineError
+from sao.envs.protocol import Message
+from sao.errors import ClosedError, ConfigError, EngineError
 from sao.generator.engine import Completion, EngineStats, Request, StopReason, spans_of
-from sao.generator.sampling import derive_seed
-from sao.transport.weights import WeightsRef
+from sao.generator.render import Renderer
+from sao.generator.seeds import derive_seed
+from sao.transport.reference import WeightsRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ Script = Callable[[Request, int], Reply]
 class ScriptedEngine:
     """Implements `Engine`. `script(request, n)` answers request number n; without one, random words are said.
 
-    requests: every request, in order. calls: the names of all calls, in order, with their argument.
+    requests: every request, in order. calls: the names of all calls, in order, with their argument. Both if `record`.
     weights_error: raised by the next `update_weights`, which then changes nothing.
     """
 
@@ -52,12 +56,14 @@ class ScriptedEngine:
     weights_error: Exception | None = None
     update_delay_s: float = 0.0
     closed: bool = False
+    record: bool = True
+    _number: int = -1
     _sampled: int = 0
     _running: int = 0
 
     async def start(self, ref: WeightsRef | None) -> None:
         """See `Engine`."""
-        self.calls.append(("start", ref))
+        self._call("start", ref)
         if ref is not None:
             self.version, self.fingerprint = ref.version, ref.fingerprint
 
@@ -65,9 +71,11 @@ class ScriptedEngine:
         """Answers by the script."""
         if self.closed:
             raise ClosedError("engine: closed, cannot generate")
-        self.calls.append(("generate", request.id))
-        self.requests.append(request)
-        number = len(self.requests) - 1
+        self._call("generate", request.id)
+        if self.record:
+            self.requests.append(request)
+        self._number += 1
+        number = self._number
         version, mark = self.version, self.fingerprint
         reply = self.script(request, number) if self.script else self._babble(request, number)
         self._running += 1
@@ -92,7 +100,7 @@ class ScriptedEngine:
 
     async def update_weights(self, ref: WeightsRef) -> None:
         """Takes the version; no file is read."""
-        self.calls.append(("update_weights", ref.version))
+        self._call("update_weights", ref.version)
         await asyncio.sleep(self.update_delay_s)
         error, self.weights_error = self.weights_error, None
         if error is not None:
@@ -103,16 +111,20 @@ class ScriptedEngine:
 
     async def release(self, session: str) -> None:
         """See `Engine`."""
-        self.calls.append(("release", session))
+        self._call("release", session)
 
     async def close(self) -> None:
         """See `Engine`."""
-        self.calls.append(("close", None))
+        self._call("close", None)
         self.closed = True
 
     def stats(self) -> EngineStats:
         """See `Engine`."""
         return EngineStats(0.0, self._sampled, self._running, 0)
+
+    def _call(self, name: str, argument: Any) -> None:
+        if self.record:
+            self.calls.append((name, argument))
 
     def _babble(self, request: Request, number: int) -> Reply:
         seed = request.seed if request.seed is not None else derive_seed(self.seed, number)
@@ -123,3 +135,41 @@ class ScriptedEngine:
         stops = bool(request.stop_token_ids) and n < request.max_new_tokens
         ids = [*ids, request.stop_token_ids[0]] if stops else ids
         return Reply(ids, [-float(np.log(self.vocab_size))] * len(ids), None, "stop" if stops else "length")
+
+
+class ScriptedRenderer(Renderer):
+    """A renderer without tokenizer and template, for runs of the whole system without a model: text becomes one id a
+    byte, and an assistant turn is opened by id 1 and ended by id 0.
+
+    Only the vocabulary's size is read from the model folder. Raises `ConfigError` when it is not there.
+    """
+
+    def __init__(self, model_path: str | Path) -> None:
+        try:
+            config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
+            self.vocab_size = int(config["vocab_size"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"model.path: {model_path}: no vocab_size in config.json: {error}") from None
+        self.stop_token_ids = (0,)
+        self._special, self._head = {}, ""
+
+    def initial(self, messages: Sequence[Message]) -> np.ndarray:
+        """See `Renderer`."""
+        texts = [self._encode(message.content) for message in messages]
+        return np.concatenate([*texts, np.array([1], np.int32)])
+
+    def observation(self, messages: Sequence[Message], last_id: int | None) -> np.ndarray:
+        """See `Renderer`."""
+        end = np.zeros(0 if last_id == 0 else 1, np.int32)
+        return np.concatenate([end, self.initial(messages)])
+
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+        """See `Renderer`: the ids as numbers, without the stop token."""
+        return " ".join(str(int(i)) for i in ids if i)
+
+    def same_tokens(self, other: Renderer) -> bool:
+        """See `Renderer`."""
+        return isinstance(other, ScriptedRenderer) and other.vocab_size == self.vocab_size
+
+    def _encode(self, text: str) -> np.ndarray:
+        return np.array([2 + byte % (self.vocab_size - 2) for byte in text.encode()], np.int32)

@@ -10,9 +10,7 @@ import hashlib
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,30 +18,11 @@ from safetensors.torch import save_file
 
 from sao.errors import WeightsError
 from sao.faults import point
+from sao.transport.reference import WeightsRef
 
+__all__ = ["WeightsRef", "fingerprint", "load", "publish"]
 _PREFIX, _SUFFIX = "weights-", ".safetensors"
 _THREADED_BYTES = 1 << 25  # below this, starting threads costs more than they save
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsRef:
-    """Where the weights of one policy version lie and what they must hash to (32 hex digits)."""
-
-    version: int
-    path: str
-    fingerprint: str
-
-    def to_message(self) -> dict[str, Any]:
-        """The reference as a plain map for a message body."""
-        return asdict(self)
-
-    @classmethod
-    def from_message(cls, body: Mapping[str, Any]) -> WeightsRef:
-        """Reads what `to_message` made. Raises `WeightsError` that names the missing or ill-typed field."""
-        for name, kind in (("version", int), ("path", str), ("fingerprint", str)):
-            if not isinstance(body.get(name), kind):
-                raise WeightsError(f"weights reference: {name}: {body.get(name)!r} is not {kind.__name__}")
-        return cls(body["version"], body["path"], body["fingerprint"])
 
 
 def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
