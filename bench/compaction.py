@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLE = "examples/compaction"
 RESULT = RESULTS / "compaction.json"
 MODEL = "runs/compaction-model"
-STEPS = 60
+STEPS = 50
 LIMIT_S = 900.0
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "default": ("summaries trained, token mean, paper's credit", ()),
