@@ -88,6 +88,20 @@ def test_no_more_tasks_than_the_run_needs() -> None:
     assert len(world.tasks["g0"]) == BATCH
 
 
+def test_a_learner_that_wants_no_more_ends_the_run_in_order() -> None:
+    world = World()
+    world.join("g0", 8)
+    world.take()
+    world.answer_all("g0")
+    body = {"lease": world.batches[-1]["lease"], "step": 1, "version": 0, "weights": None, "metrics": {}}
+    world.frames.clear()
+    world.state.commit({**body, "trained_tokens": 20, "masked_tokens": 0, "done": "explained enough"}, 0.0)
+    assert world.state.done == {**world.state.done, "reason": "explained enough", "failed": False, "step": 1}
+    world.take()
+    assert world.stopped_takes == ["explained enough"]
+    world.ledger.check()
+
+
 def test_duplicates_and_late_answers_are_refused_with_a_reason() -> None:
     world = World()
     world.join("g0", 2)

@@ -6,7 +6,9 @@ import torch
 from learner.oracle import Oracle
 from learner.rollouts import make_config, make_segment, make_trajectory, random_batch
 
+from sao.checkpoints import read
 from sao.errors import ConfigError, ValidationError
+from sao.learner.checkpoint import Checkpointer, restore
 from sao.learner.step import Learner
 
 BARE = {"learner__critic_lr": 5e-6}  # the default: any other is refused without a critic
@@ -124,6 +126,18 @@ def test_windows_go_on_over_steps_and_into_another_learner(tiny_model):
     assert second["advantage/mean"] == pytest.approx(0.75)
     assert other.step(batch_of([1.0, 1.0], seed=1, ordinal=4)).metrics["advantage/mean"] == pytest.approx(0.75)
     assert learner.baseline_state == other.baseline_state and "baseline_state" in Learner.NUMBERS
+
+
+def test_windows_and_a_learner_without_a_critic_go_through_a_checkpoint(tiny_model, tmp_path):
+    learner, other = (Learner(make_config(tiny_model, **MEAN)) for _ in range(2))
+    learner.step(batch_of([1.0, 0.0, 0.0, 0.0]))
+    saver = Checkpointer(learner, tmp_path)
+    saver.save(1, [(ordinal, 0) for ordinal in range(4)])
+    assert saver.finish() is None
+    restore(other, read(tmp_path / "step-1"))
+    assert other.steps == other.version == 1 and other.baseline_state == learner.baseline_state
+    one, two = (each.step(batch_of([1.0, 1.0], seed=1, ordinal=4)).metrics for each in (learner, other))
+    assert one["loss/policy"] == two["loss/policy"] and one["advantage/mean"] == pytest.approx(0.75)
 
 
 # -- PPO with old log-probs of the step, several passes, VAPO
