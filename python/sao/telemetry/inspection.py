@@ -22,6 +22,7 @@ from sao.errors import ConfigError, ValidationError
 from sao.telemetry.recording import RecordedStep, read_step, recorded_steps, step_path
 from sao.trajectory import Segment, Trajectory
 
+COLUMNS = ("#", "id", "task", "end", "reward", "segments", "tokens", "sampled", "version", "advantage", "ratio")
 COLOURS = ("mask", "advantage", "ratio", "version")
 CONTEXT_STYLE = "bright_black"
 OPEN, CLOSE = "⟦", "⟧"  # around sampled tokens where there are no colours
@@ -101,12 +102,14 @@ def _choose(shown: list[Shown], wanted: str) -> Shown:
 
 def _overview(recorded: RecordedStep, shown: list[Shown]) -> Table:
     meta = recorded.meta
-    table = Table(title=f"step {recorded.step}, policy version {meta.get('version')}, {len(shown)} trajectories")
-    for name in ("#", "id", "task", "end", "reward", "segments", "tokens", "sampled", "versions", "advantage", "ratio"):
-        table.add_column(name, justify="left" if name in ("id", "end", "versions") else "right")
+    title = f"step {recorded.step}, policy version {meta.get('version')}, {len(shown)} trajectories"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1), pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in ("id", "end") else "right", no_wrap=True)
     for item in shown:
         it = item.trajectory
-        kinds = "".join("S" if segment.kind == "summary" else "E" for segment in it.segments)
+        summaries = sum(segment.kind == "summary" for segment in it.segments)
+        kinds = f"{len(it.segments) - summaries}+{summaries}"
         end = it.termination.reason or it.termination.kind
         advantage, ratio = (_mean(recorded, item, pick) for pick in (_advantages, _ratios))
         versions = f"{it.min_version}..{it.max_version}"
@@ -138,7 +141,7 @@ def _mean(recorded: RecordedStep, item: Shown, pick: Pick) -> str:
     ]
     values = np.concatenate(found) if found else np.zeros(0)
     values = values[np.isfinite(values)]
-    return f"{values.mean():.4f}" if values.size else "-"
+    return f"{values.mean():.3f}" if values.size else "-"
 
 
 def _segments(
