@@ -22,7 +22,7 @@ from sao.errors import ConfigError, ValidationError
 from sao.telemetry.recording import RecordedStep, read_step, recorded_steps, step_path
 from sao.trajectory import Segment, Trajectory
 
-COLUMNS = ("#", "id", "task", "end", "reward", "segments", "tokens", "sampled", "version", "advantage", "ratio")
+COLUMNS = ("#", "id", "task", "end", "reward", "rows", "tokens", "sampled", "version", "adv", "ratio")
 COLOURS = ("mask", "advantage", "ratio", "version")
 CONTEXT_STYLE = "bright_black"
 OPEN, CLOSE = "⟦", "⟧"  # around sampled tokens where there are no colours
@@ -103,7 +103,7 @@ def _choose(shown: list[Shown], wanted: str) -> Shown:
 def _overview(recorded: RecordedStep, shown: list[Shown]) -> Table:
     meta = recorded.meta
     title = f"step {recorded.step}, policy version {meta.get('version')}, {len(shown)} trajectories"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1), pad_edge=False)
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in ("id", "end") else "right", no_wrap=True)
     for item in shown:
