@@ -158,8 +158,8 @@ def state_tensors(learner: Learner) -> dict[str, Tensor]:
     """Every tensor of the learner's state by name: `policy/NAME`, `policy_optimizer/exp_avg/NAME`, `rng/cpu/rank-0`."""
     tensors: dict[str, Tensor] = {}
     for part, module in _models(learner).items():
+        saved = module.state_dict(keep_vars=True)  # first: it makes FSDP free what it gathered and give back its shards
         tensors |= {f"{part}/{name}": parameter.detach() for name, parameter in module.named_parameters()}
-        saved = module.state_dict(keep_vars=True)
         tensors |= {f"{part}/{name}": buffer for name, buffer in module.named_buffers() if name in saved}
     for part, optimizer in _optimizers(learner).items():
         for name, parameter in zip(optimizer.names, optimizer.parameters, strict=True):

@@ -27,8 +27,8 @@ def full_tensors(module: nn.Module, dtype: str, world: World) -> dict[str, torch
 
     A parameter that is used twice (tied embeddings) comes once, under its first name. A collective: all ranks call it.
     """
+    saved = module.state_dict(keep_vars=True)  # first: it makes FSDP free what it gathered and give back its shards
     named: dict[str, torch.Tensor] = dict(module.named_parameters())
-    saved = module.state_dict(keep_vars=True)
     named.update({name: buffer for name, buffer in module.named_buffers() if name in saved})
     out = {}
     for name, tensor in named.items():
