@@ -176,3 +176,12 @@ def test_target_success_ends_the_run_early_and_in_order() -> None:
     assert "target_success = 0.9" in world.state.done["reason"]
     assert world.state.done["step"] == 3
     world.ledger.check()
+
+
+def test_a_start_policy_at_the_target_does_not_end_a_run_that_no_learner_has_joined() -> None:
+    world = World(eval_config(steps=100, target_success=0.9))
+    world.join("g0", 8)
+    run_evals(world, 1.0)
+    assert world.pushed("eval")[0]["success"] == 1.0
+    assert world.state.done is None
+    assert world.state.permits() > 0 or world.tasks["g0"]

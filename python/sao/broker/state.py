@@ -486,7 +486,7 @@ class State:
             generator.evals.clear()
         self.wire.to_supervisor("eval", result)
         target, success = self.config.run.target_success, result["success"]
-        if target is not None and success is not None and success >= target and not self.ending:
+        if target is not None and success is not None and success >= target and self.step > 0 and not self.ending:
             self._end(f"held-out success {success:.4f} reached run.target_success = {target:g}")
 
     def _end(self, reason: str) -> None:

@@ -176,7 +176,8 @@ class Mailbox:
         peer = self.peers.get(identity)
         if peer is None:
             if message.kind != "bye" and not message.re:
-                self._refuse(identity, message, "this peer has not joined, or was given up: join again", gone=True)
+                text = "this peer has not joined, or was silent for longer than transport.peer_timeout_s: join again"
+                self._refuse(identity, message, text, gone=True)
             return None
         peer.heard, peer.unreachable_since = time.monotonic(), None
         if message.re:
