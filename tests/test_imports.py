@@ -18,7 +18,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # do not know each other, except where `PEERS` says so.
 LAYERS = [
     {"cli"},
-    {"runtime"},
+    {"runtime", "bench"},
     {"generator", "broker", "learner"},
     {"transport", "envs", "algorithms", "telemetry"},
     {"trajectory", "buffer", "checkpoints", "config", "config_estimators", "config_faults", "faults", "errors"},
@@ -28,6 +28,7 @@ PEERS = {("buffer", "trajectory"), ("buffer", "errors"), ("trajectory", "errors"
 PEERS |= {("checkpoints", "errors"), ("checkpoints", "faults"), ("faults", "errors")}
 PEERS |= {("config", "config_faults"), ("config", "config_estimators"), ("config_estimators", "config")}
 MAY_IMPORT_TORCH = ("generator/", "learner/", "algorithms/", "transport/weights.py", "runtime/evaluate.py")
+MAY_IMPORT_TORCH += ("bench/weights.py",)
 FORBIDDEN_NAMES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 
 

@@ -135,6 +135,9 @@ class Buffer:
     def advance(self, version: int, keep_from: int | None = None) -> list[bytes]:
         """Notes the policy version; drops what is ready with min_version < keep_from and returns the headers."""
 
+    def retire(self, version: int, keep_from: int | None = None) -> int:
+        """As `advance`, and returns how many were dropped."""
+
     def stats(self) -> dict[str, Any]:
         """trajectories (ready to be taken), leased, copying, bytes, received, committed, dropped {reason: n},
         waiting_takes, waiting_puts, version, closed.
@@ -142,6 +145,15 @@ class Buffer:
 
     def snapshot(self) -> list[dict[str, Any]]:
         """Each trajectory held, in order of completion: sequence, state (ready | leased), bytes, min_version."""
+
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """As `snapshot`: sequence int64, leased bool, bytes int64 and min_version int64, one entry a trajectory."""
+
+    def wait_to_take(self, n: int) -> Waiter:
+        """Joins the queue of those who wait to take `n`."""
+
+    def wait_to_put(self, bytes: int) -> Waiter:
+        """Joins the queue of those who wait for room for this many bytes, header and payload together."""
 
     def close(self) -> None:
         """Wakes everybody who waits with `ClosedError` and frees what is ready; leases and views stay valid."""
@@ -163,6 +175,20 @@ class Lease:
     def payload(self) -> View: ...
     def commit(self) -> None: ...
     def give_back(self) -> None: ...
+
+@final
+class Waiter:
+    """A place in a queue, for event loops: try at once, and again whenever `fileno()` becomes readable."""
+
+    def fileno(self) -> int: ...
+    def take(self) -> list[Lease] | None:
+        """The trajectories, or None when they are not there yet. Raises `ClosedError`."""
+
+    def put(self, header: BytesLike, payload: BytesLike, min_version: int) -> list[bytes] | None:
+        """Headers of those that the policy dropped for it; None when there is no room yet. Raises as `Buffer.put`."""
+
+    def close(self) -> None:
+        """Leaves the queue; so does dropping it."""
 
 @final
 class View:

@@ -9,11 +9,18 @@ deadline that each takes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sao import _core
+from sao.errors import DeadlineError
 from sao.trajectory import Trajectory, decode, encode
+
+Result = TypeVar("Result")
 
 
 class Held:
@@ -99,9 +106,29 @@ class TrajectoryBuffer:
         """As `take` without waiting: an empty list when fewer than `n` are ready or others wait for theirs."""
         return [Held(lease) for lease in self._core.try_take(n)]
 
+    async def put_async(self, trajectory: Trajectory, timeout_s: float | None = None) -> int:
+        """As `put`, for coroutines: the event loop goes on while it waits, and no thread waits for it."""
+        header, payload = encode(trajectory)
+        version = trajectory.min_version if trajectory.n_actions else 0
+        waiter = self._core.wait_to_put(len(header) + len(payload))
+        what = f"room for a trajectory of {len(header) + len(payload)} bytes"
+        return len(await _until(waiter, lambda: waiter.put(header, payload, version), timeout_s, what))
+
+    async def take_async(self, n: int, timeout_s: float | None = None) -> list[Held]:
+        """As `take`, for coroutines. They stand in one queue with threads; a cancelled one leaves it."""
+        waiter = self._core.wait_to_take(n)
+        return [Held(lease) for lease in await _until(waiter, waiter.take, timeout_s, f"{n} trajectories")]
+
     def advance(self, version: int, keep_from: int | None = None) -> int:
         """Notes the policy version; drops what is ready and older than `keep_from`, and returns how many that were."""
-        return len(self._core.advance(version, keep_from))
+        return self._core.retire(version, keep_from)
+
+    def snapshot(self) -> dict[str, NDArray[np.generic]]:
+        """What is held, in order of completion: arrays sequence, leased, bytes and min_version, an entry a trajectory.
+
+        Producers and consumers go on meanwhile: what is held from beginning to end is in it exactly once.
+        """
+        return self._core.columns()
 
     def stats(self) -> dict[str, Any]:
         """Counters: trajectories (ready to be taken), leased, copying, bytes, received, committed, dropped (by reason),
@@ -123,3 +150,29 @@ class TrajectoryBuffer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+async def _until(
+    waiter: _core.Waiter, attempt: Callable[[], Result | None], timeout_s: float | None, what: str
+) -> Result:
+    """The result of `attempt`, tried again whenever the waiter is told."""
+    import asyncio  # here, because it is heavier than the rest of this module
+
+    loop = asyncio.get_running_loop()
+    told = asyncio.Event()
+    try:
+        if (result := attempt()) is not None:
+            return result
+        loop.add_reader(waiter.fileno(), told.set)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (result := attempt()) is None:
+                    await told.wait()
+                    told.clear()
+                return result
+        except TimeoutError:
+            raise DeadlineError(f"waited {timeout_s} s for {what}") from None
+        finally:
+            loop.remove_reader(waiter.fileno())
+    finally:
+        waiter.close()

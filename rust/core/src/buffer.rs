@@ -3,166 +3,31 @@
 //! Memory is bounded in bytes: room is reserved before anything is copied and given back when the copy is freed, so a
 //! leased trajectory that somebody still reads counts. Producers and consumers wait parked, first come first served.
 //! Nothing vanishes: what came in is ready, leased, committed or dropped under a reason.
+//!
+//! A `put` that has room takes no mutex: it reserves by atomics, copies, and hands over through a ring. Consumers move
+//! what is in the ring into the index under theirs. `docs/explanation/concurrency.md` says what waits for what.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, PoisonError};
 
+use crate::budget::Budget;
+use crate::index::Ready;
+use crate::ring::Ring;
+use crate::sync::{fence, AtomicBool, AtomicUsize, Condvar, Mutex, MutexGuard, Ordering};
 use crate::wait::Pace;
 use crate::{Error, Result};
 
-/// What `put` does when there is no room.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Policy {
-    /// Wait.
-    Block,
-    /// Refuse with [`Error::Full`].
-    Reject,
-    /// Drop the trajectory that came first.
-    DropOldest,
-    /// Drop the trajectory with the oldest policy version.
-    DropStalest,
-}
+mod item;
+mod lease;
+mod state;
+mod waiter;
 
-impl Policy {
-    /// Its name; also the reason under which it drops.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Block => "block",
-            Self::Reject => "reject",
-            Self::DropOldest => "drop_oldest",
-            Self::DropStalest => "drop_stalest",
-        }
-    }
-}
+use lease::{leases, Slot};
 
-impl std::str::FromStr for Policy {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Self> {
-        [
-            Self::Block,
-            Self::Reject,
-            Self::DropOldest,
-            Self::DropStalest,
-        ]
-        .into_iter()
-        .find(|policy| policy.name() == name)
-        .ok_or_else(|| {
-            invalid(format!(
-                "policy: {name:?} is not block, reject, drop_oldest or drop_stalest"
-            ))
-        })
-    }
-}
-
-/// Bounds of a buffer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
-    /// Trajectories held at most, ready and leased.
-    pub max_trajectories: usize,
-    /// Bytes held at most, headers and payloads.
-    pub max_bytes: usize,
-    /// What `put` does when there is no room.
-    pub policy: Policy,
-}
-
-/// Counters at one instant; `received = ready + leased + committed + dropped`.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Stats {
-    /// Trajectories that can be taken.
-    pub ready: usize,
-    /// Trajectories taken and neither committed nor given back.
-    pub leased: usize,
-    /// Trajectories being copied in.
-    pub copying: usize,
-    /// Bytes held, views of committed trajectories included.
-    pub bytes: usize,
-    /// Trajectories that came in.
-    pub received: u64,
-    /// Trajectories that were committed.
-    pub committed: u64,
-    /// Trajectories dropped, by reason.
-    pub dropped: BTreeMap<&'static str, u64>,
-    /// Calls of `take` and of `put` that wait.
-    pub waiting: (usize, usize),
-    /// The version of the last `advance`.
-    pub version: i64,
-    /// No longer usable.
-    pub closed: bool,
-}
-
-/// One trajectory as `snapshot` shows it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Entry {
-    /// Position in the order of completion.
-    pub sequence: u64,
-    /// Taken, not yet settled.
-    pub leased: bool,
-    /// Bytes of header and payload.
-    pub bytes: usize,
-    /// Oldest policy version of its tokens.
-    pub min_version: i64,
-}
-
-/// An encoded trajectory in the buffer's memory.
-#[derive(Debug)]
-pub struct Item {
-    // Declared before `charge`: the memory is freed first, its bytes are given back after.
-    header: Blob,
-    payload: Blob,
-    min_version: i64,
-    charge: Charge,
-}
-
-impl Item {
-    /// The encoded header.
-    pub fn header(&self) -> &[u8] {
-        self.header.bytes()
-    }
-
-    /// The encoded payload; starts at a multiple of 64.
-    pub fn payload(&self) -> &[u8] {
-        self.payload.bytes()
-    }
-
-    /// Oldest policy version of its tokens.
-    pub fn min_version(&self) -> i64 {
-        self.min_version
-    }
-}
-
-/// Bytes that start at a multiple of 64, so that arrays laid out at such offsets are aligned.
-#[derive(Debug)]
-struct Blob {
-    data: Vec<u8>,
-    start: usize,
-}
-
-const ALIGN: usize = 64;
-const PAGE: usize = 4096;
-
-impl Blob {
-    fn copy(source: &[u8]) -> Result<Self> {
-        let mut data: Vec<u8> = Vec::new();
-        data.try_reserve_exact(source.len() + 2 * ALIGN)
-            .map_err(|_| Error::Full(format!("no memory for {} bytes", source.len())))?;
-        let mut start = data.as_ptr().align_offset(ALIGN).min(ALIGN);
-        // Some CPUs copy 10 to 25 times slower with `rep movsb` when the destination lies up to a cache line behind
-        // the source, modulo the page. Fresh large allocations on both sides produce just that, so step over it.
-        let distance =
-            (data.as_ptr() as usize + start).wrapping_sub(source.as_ptr() as usize) % PAGE;
-        if (1..ALIGN).contains(&distance) {
-            start += ALIGN;
-        }
-        data.resize(start, 0);
-        data.extend_from_slice(source);
-        Ok(Self { data, start })
-    }
-
-    fn bytes(&self) -> &[u8] {
-        &self.data[self.start..]
-    }
-}
+pub use item::Item;
+pub use lease::Lease;
+pub use state::{Entry, Limits, Policy, Stats};
+pub use waiter::Waiter;
 
 /// Bytes of the budget; given back when dropped. Never dropped under the lock.
 #[derive(Debug)]
@@ -173,31 +38,56 @@ struct Charge {
 
 impl Drop for Charge {
     fn drop(&mut self) {
-        let mut state = self.shared.lock();
-        state.bytes -= self.bytes;
-        state.wake();
+        self.shared.budget.release_bytes(self.bytes);
+        self.shared.room_was_made();
     }
 }
 
-/// One parked call; only the first of its queue is ever woken.
+type Call = Box<dyn Fn() + Send + Sync>;
+
+/// How a waiting call is told that its turn may have come.
+enum Event {
+    Parked(Condvar),
+    /// Runs under the lock: it must be quick, and take no lock that is held while the buffer is called.
+    Call(Call),
+}
+
+impl std::fmt::Debug for Event {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Parked(_) => "Parked",
+            Self::Call(_) => "Call",
+        })
+    }
+}
+
+/// One waiting call; only the first of its queue is ever told.
 #[derive(Debug)]
 struct Ticket {
     /// Trajectories for `take`, bytes for `put`.
     need: usize,
-    event: Condvar,
+    event: Event,
 }
 
+impl Ticket {
+    fn tell(&self) {
+        match &self.event {
+            Event::Parked(parked) => parked.notify_all(),
+            Event::Call(call) => call(),
+        }
+    }
+}
+
+type Items = Vec<(u64, Arc<Item>)>;
+
+/// What consumers share under the lock.
 #[derive(Debug)]
-struct State {
-    limits: Limits,
+struct Index {
     closed: bool,
     version: i64,
     next_sequence: u64,
-    ready: BTreeMap<u64, Arc<Item>>,
-    by_version: BTreeSet<(i64, u64)>,
+    ready: Ready<Arc<Item>>,
     leased: BTreeMap<u64, (usize, i64)>,
-    copying: usize,
-    bytes: usize,
     received: u64,
     committed: u64,
     dropped: BTreeMap<&'static str, u64>,
@@ -205,42 +95,18 @@ struct State {
     putters: VecDeque<Arc<Ticket>>,
 }
 
-impl State {
-    fn fits(&self, bytes: usize) -> bool {
-        self.ready.len() + self.leased.len() + self.copying < self.limits.max_trajectories
-            && self.limits.max_bytes - self.bytes >= bytes
-    }
-
-    fn may_evict(&self) -> bool {
-        matches!(self.limits.policy, Policy::DropOldest | Policy::DropStalest)
-            && !self.ready.is_empty()
-    }
-
-    /// Wakes whoever is next and can go on now.
-    fn wake(&self) {
-        if let Some(taker) = self.takers.front() {
-            if self.ready.len() >= taker.need {
-                taker.event.notify_one();
-            }
-        }
-        if let Some(putter) = self.putters.front() {
-            if self.fits(putter.need) || self.may_evict() {
-                putter.event.notify_one();
-            }
-        }
-    }
-
-    fn wake_all(&self) {
-        self.takers
-            .iter()
-            .chain(&self.putters)
-            .for_each(|ticket| ticket.event.notify_all());
-    }
-
+impl Index {
     fn queue(&mut self, side: Side) -> &mut VecDeque<Arc<Ticket>> {
         match side {
             Side::Put => &mut self.putters,
             Side::Take => &mut self.takers,
+        }
+    }
+
+    fn is_first(&mut self, side: Side, ticket: &Arc<Ticket>) -> bool {
+        match self.queue(side).front() {
+            Some(front) => Arc::ptr_eq(front, ticket),
+            None => true,
         }
     }
 
@@ -250,24 +116,148 @@ impl State {
         }
     }
 
+    fn lease(&mut self, n: usize) -> Option<Items> {
+        if self.ready.len() < n {
+            return None;
+        }
+        let mut items = Vec::with_capacity(n);
+        while items.len() < n {
+            let (sequence, item) = self.ready.pop_first()?;
+            self.leased
+                .insert(sequence, (item.charge.bytes, item.min_version));
+            items.push((sequence, item));
+        }
+        Some(items)
+    }
+}
+
+#[derive(Debug)]
+struct Shared {
+    limits: Limits,
+    budget: Budget,
+    /// What has come in and is not in the index yet, in order of completion.
+    arrivals: Ring<Arc<Item>>,
+    /// As `Index::closed`, for those who do not hold the lock.
+    closed: AtomicBool,
+    /// Lengths of the queues, for those who do not hold the lock.
+    waiting_takes: AtomicUsize,
+    waiting_puts: AtomicUsize,
+    index: Mutex<Index>,
+}
+
+/// Places of the ring; whoever finds it full empties it into the index.
+#[cfg(not(loom))]
+const MAX_ARRIVALS: usize = 1024;
+#[cfg(loom)]
+const MAX_ARRIVALS: usize = 2;
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Index> {
+        self.index.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn waiting(&self, side: Side) -> &AtomicUsize {
+        match side {
+            Side::Put => &self.waiting_puts,
+            Side::Take => &self.waiting_takes,
+        }
+    }
+
+    /// Moves what has come in into the index; on a closed buffer it gives it out to be dropped without the lock.
+    #[must_use = "to be dropped without the lock"]
+    fn collect(&self, index: &mut Index) -> Vec<Arc<Item>> {
+        let mut late = Vec::new();
+        while let Some(item) = self.arrivals.pop() {
+            let sequence = index.next_sequence;
+            index.next_sequence += 1;
+            index.received += 1;
+            if index.closed {
+                index.drop_count("closed", 1);
+                self.budget.release_place();
+                late.push(item);
+            } else {
+                index.ready.insert(sequence, item.min_version, item);
+            }
+        }
+        late
+    }
+
+    /// As `collect` on a buffer that is not closed.
+    fn gather(&self, index: &mut Index) {
+        if !index.closed {
+            let late = self.collect(index);
+            debug_assert!(late.is_empty());
+        }
+    }
+
+    /// Tells whoever is next and can go on now. What has come in must be in the index.
+    fn wake(&self, index: &Index) {
+        if let Some(taker) = index.takers.front() {
+            if index.ready.len() >= taker.need {
+                taker.tell();
+            }
+        }
+        if let Some(putter) = index.putters.front() {
+            if self.budget.fits(putter.need) || (self.limits.drops() && index.ready.len() > 0) {
+                putter.tell();
+            }
+        }
+    }
+
+    /// To be called after room was given back without the lock.
+    fn room_was_made(&self) {
+        // Pairs with the fence in `join`: either the waiting call sees the room, or this sees that it waits.
+        fence(Ordering::SeqCst);
+        if self.waiting_puts.load(Ordering::SeqCst) > 0 {
+            let mut index = self.lock();
+            self.gather(&mut index);
+            self.wake(&index);
+        }
+    }
+
+    fn join(&self, index: &mut Index, side: Side, ticket: &Arc<Ticket>) {
+        index.queue(side).push_back(ticket.clone());
+        self.waiting(side).fetch_add(1, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+    }
+
+    fn leave(&self, index: &mut Index, side: Side, ticket: &Arc<Ticket>) {
+        index
+            .queue(side)
+            .retain(|other| !Arc::ptr_eq(other, ticket));
+        self.waiting(side).fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Takes the next victim of the policy out; the caller drops it without the lock.
+    fn evict(&self, index: &mut Index) -> Option<Arc<Item>> {
+        let (_, item) = match self.limits.policy {
+            Policy::Block | Policy::Reject => None,
+            Policy::DropOldest => index.ready.pop_first(),
+            Policy::DropStalest => index.ready.pop_stalest(),
+        }?;
+        index.drop_count(self.limits.policy.name(), 1);
+        self.budget.release_place();
+        Some(item)
+    }
+
     fn no_room(&self, bytes: usize) -> String {
         format!(
             "no room for {bytes} bytes: {} of {} trajectories and {} of {} bytes are held",
-            self.ready.len() + self.leased.len() + self.copying,
+            self.budget.places(),
             self.limits.max_trajectories,
-            self.bytes,
+            self.budget.bytes(),
             self.limits.max_bytes
         )
     }
 
-    fn waited_for(&self, side: Side, need: usize) -> String {
+    fn waited_for(&self, index: &Index, side: Side, need: usize) -> String {
         let held = format!(
             "{} ready, {} leased, {} of {} bytes held, {} producers waiting for room",
-            self.ready.len(),
-            self.leased.len(),
-            self.bytes,
+            index.ready.len(),
+            index.leased.len(),
+            self.budget.bytes(),
             self.limits.max_bytes,
-            self.putters.len()
+            index.putters.len()
         );
         match side {
             Side::Put => format!("room for a trajectory of {need} bytes ({held})"),
@@ -275,52 +265,49 @@ impl State {
         }
     }
 
-    fn lease(&mut self, n: usize) -> Option<Vec<(u64, Arc<Item>)>> {
-        if self.ready.len() < n {
-            return None;
+    fn try_room(&self, index: &mut Index, bytes: usize) -> Attempt<()> {
+        if self.budget.reserve(bytes) {
+            return Attempt::Done(());
         }
-        let mut items = Vec::with_capacity(n);
-        while items.len() < n {
-            let (sequence, item) = self.ready.pop_first()?;
-            self.by_version.remove(&(item.min_version, sequence));
-            self.leased
-                .insert(sequence, (item.charge.bytes, item.min_version));
-            items.push((sequence, item));
+        self.gather(index);
+        match self.evict(index) {
+            Some(victim) => Attempt::Evicted(victim),
+            None if self.limits.policy == Policy::Reject => {
+                Attempt::Failed(Error::Full(self.no_room(bytes)))
+            }
+            None => Attempt::Wait,
         }
-        Some(items)
     }
 
-    fn insert(&mut self, sequence: u64, item: Arc<Item>) {
-        self.by_version.insert((item.min_version, sequence));
-        self.ready.insert(sequence, item);
+    fn try_lease(&self, index: &mut Index, n: usize) -> Attempt<Items> {
+        self.gather(index);
+        match index.lease(n) {
+            Some(items) => Attempt::Done(items),
+            None => Attempt::Wait,
+        }
     }
 
-    fn remove(&mut self, sequence: u64) -> Option<Arc<Item>> {
-        let item = self.ready.remove(&sequence)?;
-        self.by_version.remove(&(item.min_version, sequence));
-        Some(item)
+    fn check_put(&self, bytes: usize, min_version: i64) -> Result<()> {
+        if min_version < 0 {
+            return Err(invalid(format!("min_version: {min_version} is negative")));
+        }
+        if bytes > self.limits.max_bytes {
+            return Err(invalid(format!(
+                "trajectory: {bytes} bytes can never fit into max_bytes = {}",
+                self.limits.max_bytes
+            )));
+        }
+        Ok(())
     }
 
-    /// Takes the next victim of the policy out; the caller drops it without the lock.
-    fn evict(&mut self) -> Option<Arc<Item>> {
-        let sequence = match self.limits.policy {
-            Policy::Block | Policy::Reject => None,
-            Policy::DropOldest => self.ready.first_key_value().map(|(&sequence, _)| sequence),
-            Policy::DropStalest => self.by_version.first().map(|&(_, sequence)| sequence),
-        }?;
-        self.drop_count(self.limits.policy.name(), 1);
-        self.remove(sequence)
-    }
-}
-
-#[derive(Debug)]
-struct Shared {
-    state: Mutex<State>,
-}
-
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn check_count(&self, n: usize) -> Result<()> {
+        let most = self.limits.max_trajectories;
+        if n == 0 || n > most {
+            return Err(invalid(format!(
+                "n: {n} is not in 1..={most} (max_trajectories)"
+            )));
+        }
+        Ok(())
     }
 }
 
@@ -352,25 +339,28 @@ impl Buffer {
                 return Err(invalid(format!("{name}: 0 must be at least 1")));
             }
         }
-        let state = State {
-            limits,
+        let index = Index {
             closed: false,
             version: 0,
             next_sequence: 0,
-            ready: BTreeMap::new(),
-            by_version: BTreeSet::new(),
+            ready: Ready::new(),
             leased: BTreeMap::new(),
-            copying: 0,
-            bytes: 0,
             received: 0,
             committed: 0,
             dropped: BTreeMap::new(),
             takers: VecDeque::new(),
             putters: VecDeque::new(),
         };
+        let arrivals = limits.max_trajectories.clamp(2, MAX_ARRIVALS);
         Ok(Self {
             shared: Arc::new(Shared {
-                state: Mutex::new(state),
+                limits,
+                budget: Budget::new(limits.max_trajectories, limits.max_bytes),
+                arrivals: Ring::new(arrivals.next_power_of_two()),
+                closed: AtomicBool::new(false),
+                waiting_takes: AtomicUsize::new(0),
+                waiting_puts: AtomicUsize::new(0),
+                index: Mutex::new(index),
             }),
         })
     }
@@ -390,39 +380,22 @@ impl Buffer {
         pace: &mut dyn Pace,
     ) -> Result<Vec<Vec<u8>>> {
         let bytes = header.len() + payload.len();
-        if min_version < 0 {
-            return Err(invalid(format!("min_version: {min_version} is negative")));
-        }
-        let limits = self.shared.lock().limits;
-        if bytes > limits.max_bytes {
-            return Err(invalid(format!(
-                "trajectory: {bytes} bytes can never fit into max_bytes = {}",
-                limits.max_bytes
-            )));
-        }
+        let shared = &self.shared;
+        shared.check_put(bytes, min_version)?;
         let mut evicted = Vec::new();
-        let attempt = |state: &mut State| {
-            if state.fits(bytes) {
-                state.bytes += bytes;
-                state.copying += 1;
-                return Attempt::Done(());
-            }
-            match state.evict() {
-                Some(victim) => Attempt::Evicted(victim),
-                None if limits.policy == Policy::Reject => {
-                    Attempt::Failed(Error::Full(state.no_room(bytes)))
-                }
-                None => Attempt::Wait,
-            }
-        };
-        self.enter(Side::Put, bytes, pace, &mut evicted, attempt)?;
-        let slot = Slot {
-            charge: Some(Charge {
-                shared: self.shared.clone(),
-                bytes,
-            }),
-        };
-        slot.publish(header, payload, min_version)?;
+        if shared.closed.load(Ordering::SeqCst) {
+            return Err(closed());
+        }
+        // Whoever waits for room comes first.
+        let at_once =
+            shared.waiting_puts.load(Ordering::SeqCst) == 0 && shared.budget.reserve(bytes);
+        if !at_once {
+            // What failed may have held a place for a moment, in the way of one that parked meanwhile.
+            shared.room_was_made();
+            let attempt = |index: &mut Index| shared.try_room(index, bytes);
+            self.enter(Side::Put, bytes, pace, &mut evicted, attempt)?;
+        }
+        Slot::new(shared.clone(), bytes).publish(header, payload, min_version)?;
         Ok(evicted)
     }
 
@@ -431,13 +404,11 @@ impl Buffer {
     /// # Errors
     /// [`Error::Validation`] at once for an `n` that can never be there; [`Error::Closed`]; what `pace` says.
     pub fn take(&self, n: usize, pace: &mut dyn Pace) -> Result<Vec<Lease>> {
-        self.check_count(n)?;
-        let attempt = |state: &mut State| match state.lease(n) {
-            Some(items) => Attempt::Done(items),
-            None => Attempt::Wait,
-        };
+        let shared = &self.shared;
+        shared.check_count(n)?;
+        let attempt = |index: &mut Index| shared.try_lease(index, n);
         let items = self.enter(Side::Take, n, pace, &mut Vec::new(), attempt)?;
-        Ok(self.leases(items))
+        Ok(leases(shared, items))
     }
 
     /// [`Self::take`] without waiting: none when fewer than `n` are ready or others wait for theirs.
@@ -445,126 +416,159 @@ impl Buffer {
     /// # Errors
     /// [`Error::Validation`] and [`Error::Closed`] as [`Self::take`].
     pub fn try_take(&self, n: usize) -> Result<Option<Vec<Lease>>> {
-        self.check_count(n.max(1))?;
-        let mut state = self.shared.lock();
-        if state.closed {
+        let shared = &self.shared;
+        shared.check_count(n.max(1))?;
+        let mut index = shared.lock();
+        if index.closed {
             return Err(closed());
         }
-        let items = if state.takers.is_empty() {
-            state.lease(n)
+        let items = if index.takers.is_empty() {
+            shared.try_lease(&mut index, n)
         } else {
-            None
+            Attempt::Wait
         };
-        drop(state);
-        Ok(items.map(|items| self.leases(items)))
+        drop(index);
+        Ok(match items {
+            Attempt::Done(items) => Some(leases(shared, items)),
+            _ => None,
+        })
     }
 
-    /// Tells the current policy version and drops ready trajectories older than `keep_from`, reason `stale`; gives their
-    /// headers.
+    /// Joins the queue of those who wait to take `n`, without a thread: `call` is called, from whatever thread makes it
+    /// so and under a lock (it must be quick and call nothing of the buffer), when [`Waiter::take`] may succeed.
+    ///
+    /// # Errors
+    /// [`Error::Validation`] as [`Self::take`].
+    pub fn wait_to_take(&self, n: usize, call: Call) -> Result<Waiter> {
+        self.shared.check_count(n)?;
+        Ok(Waiter::new(&self.shared, Side::Take, n, call))
+    }
+
+    /// As [`Self::wait_to_take`], for room for a trajectory of `bytes` and [`Waiter::put`].
+    ///
+    /// # Errors
+    /// [`Error::Validation`] for one that can never fit.
+    pub fn wait_to_put(&self, bytes: usize, call: Call) -> Result<Waiter> {
+        self.shared.check_put(bytes, 0)?;
+        Ok(Waiter::new(&self.shared, Side::Put, bytes, call))
+    }
+
+    /// Tells the current policy version and drops ready trajectories older than `keep_from`, reason `stale`; gives those
+    /// that were dropped. They are freed when the caller drops them.
     ///
     /// # Errors
     /// [`Error::Validation`] when the version goes back; [`Error::Closed`].
-    pub fn advance(&self, version: i64, keep_from: Option<i64>) -> Result<Vec<Vec<u8>>> {
-        let mut state = self.shared.lock();
-        if state.closed {
+    pub fn retire(&self, version: i64, keep_from: Option<i64>) -> Result<Vec<Arc<Item>>> {
+        let shared = &self.shared;
+        let mut index = shared.lock();
+        if index.closed {
             return Err(closed());
         }
-        if version < state.version {
+        if version < index.version {
             return Err(invalid(format!(
                 "version: {version} is below the current version {}",
-                state.version
+                index.version
             )));
         }
-        state.version = version;
+        index.version = version;
         let mut old = Vec::new();
         if let Some(keep_from) = keep_from {
-            let sequences: Vec<u64> = state
-                .by_version
-                .range(..(keep_from, 0))
-                .map(|&(_, sequence)| sequence)
-                .collect();
-            old.extend(
-                sequences
-                    .into_iter()
-                    .filter_map(|sequence| state.remove(sequence)),
-            );
-            state.drop_count("stale", old.len());
-            state.wake();
+            shared.gather(&mut index);
+            old = index.ready.retire(keep_from);
+            let count = old.iter().map(VecDeque::len).sum();
+            index.drop_count("stale", count);
+            shared.budget.release_places(count);
+            shared.wake(&index);
         }
-        drop(state);
+        drop(index);
+        Ok(old.into_iter().flatten().map(|(_, item)| item).collect())
+    }
+
+    /// As [`Self::retire`], and gives the headers of those that were dropped.
+    ///
+    /// # Errors
+    /// As [`Self::retire`].
+    pub fn advance(&self, version: i64, keep_from: Option<i64>) -> Result<Vec<Vec<u8>>> {
+        let old = self.retire(version, keep_from)?;
         Ok(old.iter().map(|item| item.header().to_vec()).collect())
     }
 
     /// Ends the buffer: everybody who waits gets [`Error::Closed`], what is ready is freed (reason `closed`). Leases and
     /// views stay valid. A second call changes nothing.
     pub fn close(&self) {
-        let mut state = self.shared.lock();
-        state.closed = true;
-        let ready = std::mem::take(&mut state.ready);
-        state.by_version.clear();
-        state.drop_count("closed", ready.len());
-        state.wake_all();
-        drop(state);
-        drop(ready);
+        let shared = &self.shared;
+        let mut index = shared.lock();
+        index.closed = true;
+        shared.closed.store(true, Ordering::SeqCst);
+        // Pairs with the fence in `publish`: either this finds what was handed over, or its producer sees the end.
+        fence(Ordering::SeqCst);
+        let late = shared.collect(&mut index);
+        let ready = std::mem::replace(&mut index.ready, Ready::new());
+        index.drop_count("closed", ready.len());
+        shared.budget.release_places(ready.len());
+        for ticket in index.takers.iter().chain(&index.putters) {
+            ticket.tell();
+        }
+        drop(index);
+        drop((late, ready));
     }
 
     /// Counters now; works on a closed buffer too.
     pub fn stats(&self) -> Stats {
-        let state = self.shared.lock();
+        let shared = &self.shared;
+        let mut index = shared.lock();
+        shared.gather(&mut index);
+        let (ready, leased) = (index.ready.len(), index.leased.len());
         Stats {
-            ready: state.ready.len(),
-            leased: state.leased.len(),
-            copying: state.copying,
-            bytes: state.bytes,
-            received: state.received,
-            committed: state.committed,
-            dropped: state.dropped.clone(),
-            waiting: (state.takers.len(), state.putters.len()),
-            version: state.version,
-            closed: state.closed,
+            ready,
+            leased,
+            copying: shared.budget.places().saturating_sub(ready + leased),
+            bytes: shared.budget.bytes(),
+            received: index.received,
+            committed: index.committed,
+            dropped: index.dropped.clone(),
+            waiting: (index.takers.len(), index.putters.len()),
+            version: index.version,
+            closed: index.closed,
         }
     }
 
     /// Every trajectory held, in order of completion; for inspection.
+    ///
+    /// It is taken in parts, so that nobody waits long for it: what is there all the while is in it once, what comes,
+    /// goes or changes hands meanwhile may be in it, in its state of one moment.
     pub fn snapshot(&self) -> Vec<Entry> {
-        let state = self.shared.lock();
-        let ready = state.ready.iter().map(|(&sequence, item)| Entry {
-            sequence,
-            leased: false,
-            bytes: item.charge.bytes,
-            min_version: item.min_version,
-        });
-        let leased = state
-            .leased
-            .iter()
-            .map(|(&sequence, &(bytes, min_version))| Entry {
+        const PART: u64 = 512;
+        let shared = &self.shared;
+        let (mut entries, mut from) = (Vec::new(), 0);
+        let mut end = None;
+        loop {
+            let mut index = shared.lock();
+            shared.gather(&mut index);
+            let end = *end.get_or_insert(index.next_sequence);
+            let leased = index.leased.range(from..).next().map(|(&next, _)| next);
+            let next = index.ready.next_from(from).into_iter().chain(leased).min();
+            let Some(start) = next.filter(|&next| next < end) else {
+                return entries;
+            };
+            let stop = (start + PART).min(end);
+            let first = entries.len();
+            let entry = |sequence, leased, bytes, min_version| Entry {
                 sequence,
-                leased: true,
+                leased,
                 bytes,
                 min_version,
-            });
-        let mut entries: Vec<Entry> = ready.chain(leased).collect();
-        entries.sort_by_key(|entry| entry.sequence);
-        entries
-    }
-
-    fn check_count(&self, n: usize) -> Result<()> {
-        let most = self.shared.lock().limits.max_trajectories;
-        if n == 0 || n > most {
-            return Err(invalid(format!(
-                "n: {n} is not in 1..={most} (max_trajectories)"
-            )));
+            };
+            let ready = index.ready.window(start, stop);
+            entries.extend(
+                ready.map(|(at, version, item)| entry(at, false, item.charge.bytes, version)),
+            );
+            let leased = index.leased.range(start..stop);
+            entries.extend(leased.map(|(&at, &(bytes, version))| entry(at, true, bytes, version)));
+            drop(index);
+            entries[first..].sort_unstable_by_key(|entry| entry.sequence);
+            from = stop;
         }
-        Ok(())
-    }
-
-    fn leases(&self, items: Vec<(u64, Arc<Item>)>) -> Vec<Lease> {
-        let lease = |(sequence, item)| Lease {
-            shared: self.shared.clone(),
-            sequence,
-            item: Some(item),
-        };
-        items.into_iter().map(lease).collect()
     }
 
     /// Runs `attempt` under the lock when this call is first in its queue, and parks in between.
@@ -574,25 +578,26 @@ impl Buffer {
         need: usize,
         pace: &mut dyn Pace,
         evicted: &mut Vec<Vec<u8>>,
-        mut attempt: impl FnMut(&mut State) -> Attempt<T>,
+        mut attempt: impl FnMut(&mut Index) -> Attempt<T>,
     ) -> Result<T> {
+        let shared = &self.shared;
+        let parked = Event::Parked(Condvar::new());
         let ticket = Arc::new(Ticket {
             need,
-            event: Condvar::new(),
+            event: parked,
         });
+        let Event::Parked(condition) = &ticket.event else {
+            unreachable!("it was made one line above");
+        };
         let mut queued = false;
         let mut pause = None;
-        let mut state = self.shared.lock();
+        let mut index = shared.lock();
         let outcome = loop {
-            if state.closed {
+            if index.closed {
                 break Err(closed());
             }
-            let first = match state.queue(side).front() {
-                Some(front) => Arc::ptr_eq(front, &ticket),
-                None => true,
-            };
-            let attempted = if first {
-                attempt(&mut state)
+            let attempted = if index.is_first(side, &ticket) {
+                attempt(&mut index)
             } else {
                 Attempt::Wait
             };
@@ -600,40 +605,38 @@ impl Buffer {
                 Attempt::Done(value) => break Ok(value),
                 Attempt::Failed(error) => break Err(error),
                 Attempt::Evicted(_) | Attempt::Wait if !queued => {
-                    state.queue(side).push_back(ticket.clone());
+                    shared.join(&mut index, side, &ticket);
                     queued = true;
                 }
                 _ => {}
             }
             if let Attempt::Evicted(victim) = attempted {
                 // Its bytes come back when it is dropped, which takes the lock.
-                drop(state);
+                drop(index);
                 evicted.push(victim.header().to_vec());
                 drop(victim);
-                state = self.shared.lock();
+                index = shared.lock();
             } else if let Some(pause) = pause.take() {
-                state = ticket
-                    .event
-                    .wait_timeout(state, pause)
+                index = condition
+                    .wait_timeout(index, pause)
                     .unwrap_or_else(PoisonError::into_inner)
                     .0;
             } else {
                 // Asked without the lock; whether to park is looked at again afterwards, so no event is missed.
-                drop(state);
+                drop(index);
                 let answer = pace.next();
-                state = self.shared.lock();
+                index = shared.lock();
                 match answer {
                     Ok(longest) => pause = Some(longest),
-                    Err(stop) => break Err(stop.error(&state.waited_for(side, need))),
+                    Err(stop) => break Err(stop.error(&shared.waited_for(&index, side, need))),
                 }
             }
         };
         if queued {
-            state
-                .queue(side)
-                .retain(|other| !Arc::ptr_eq(other, &ticket));
+            shared.leave(&mut index, side, &ticket);
         }
-        state.wake();
+        shared.gather(&mut index);
+        shared.wake(&index);
         outcome
     }
 }
@@ -644,7 +647,7 @@ impl Drop for Buffer {
     }
 }
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Side {
     Put,
     Take,
@@ -655,99 +658,4 @@ enum Attempt<T> {
     Failed(Error),
     Evicted(Arc<Item>),
     Wait,
-}
-
-/// Room for one trajectory that is being copied in.
-struct Slot {
-    charge: Option<Charge>,
-}
-
-impl Slot {
-    fn publish(mut self, header: &[u8], payload: &[u8], min_version: i64) -> Result<()> {
-        let (header, payload) = (Blob::copy(header)?, Blob::copy(payload)?);
-        let Some(charge) = self.charge.take() else {
-            return Ok(());
-        };
-        let shared = charge.shared.clone();
-        let item = Arc::new(Item {
-            header,
-            payload,
-            min_version,
-            charge,
-        });
-        let mut state = shared.lock();
-        state.copying -= 1;
-        if state.closed {
-            drop(state);
-            drop(item);
-            return Err(closed());
-        }
-        let sequence = state.next_sequence;
-        state.next_sequence += 1;
-        state.received += 1;
-        state.insert(sequence, item);
-        state.wake();
-        Ok(())
-    }
-}
-
-impl Drop for Slot {
-    fn drop(&mut self) {
-        if let Some(charge) = self.charge.take() {
-            charge.shared.lock().copying -= 1;
-            // `charge` is dropped here: it gives the bytes back and wakes.
-        }
-    }
-}
-
-/// One trajectory taken out of the buffer. It must be committed or given back; dropping it gives it back.
-#[derive(Debug)]
-pub struct Lease {
-    shared: Arc<Shared>,
-    sequence: u64,
-    item: Option<Arc<Item>>,
-}
-
-impl Lease {
-    /// Its position in the order of completion.
-    pub fn sequence(&self) -> u64 {
-        self.sequence
-    }
-
-    /// What is leased; a clone of it keeps the memory (and its share of the budget) beyond the lease.
-    pub fn item(&self) -> Option<&Arc<Item>> {
-        self.item.as_ref()
-    }
-
-    /// The trajectory has been used up.
-    pub fn commit(mut self) {
-        self.settle(true);
-    }
-
-    /// The trajectory goes back to its place in the order of completion.
-    pub fn give_back(mut self) {
-        self.settle(false);
-    }
-
-    fn settle(&mut self, committed: bool) {
-        let Some(item) = self.item.take() else { return };
-        let mut state = self.shared.lock();
-        state.leased.remove(&self.sequence);
-        if committed {
-            state.committed += 1;
-        } else if state.closed {
-            state.drop_count("closed", 1);
-        } else {
-            state.insert(self.sequence, item.clone());
-        }
-        state.wake();
-        drop(state);
-        drop(item);
-    }
-}
-
-impl Drop for Lease {
-    fn drop(&mut self) {
-        self.settle(false);
-    }
 }

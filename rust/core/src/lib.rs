@@ -1,18 +1,22 @@
 //! The experience core of `sao`: no Python, no sockets, no clock of its own.
-#![deny(unsafe_code)] // allowed in `cpu`, item by item
+#![deny(unsafe_code)] // allowed in `cpu` and `ring`
 
 pub mod advantage;
 mod binpack;
+mod budget;
 pub mod buffer;
 mod checksum;
 mod cpu;
 pub mod error;
 mod event;
 pub mod history;
+mod index;
 pub mod journal;
 pub mod ledger;
 pub mod pack;
+mod ring;
 pub mod staleness;
+mod sync;
 pub mod trajectory;
 pub mod wait;
 pub mod wire;

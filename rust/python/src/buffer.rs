@@ -1,16 +1,21 @@
 //! Bindings of `sao_core::buffer`.
 
 use std::ffi::c_int;
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use numpy::IntoPyArray;
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyTypeError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
+use rustix::event::{eventfd, EventfdFlags};
 use sao_core::buffer::{self, Item, Limits};
 
-use crate::error::{to_py, validation};
+use crate::error::{guard, to_py, validation};
 use crate::pace::blocking;
 
 /// A bounded buffer of encoded trajectories.
@@ -90,7 +95,15 @@ impl Buffer {
         version: i64,
         keep_from: Option<i64>,
     ) -> PyResult<Bound<'py, PyList>> {
-        headers(py, &self.buffer.advance(version, keep_from).map_err(to_py)?)
+        let dropped = py.detach(|| guard(|| self.buffer.advance(version, keep_from)))?;
+        headers(py, &dropped)
+    }
+
+    #[pyo3(signature = (version, keep_from=None))]
+    fn retire(&self, py: Python<'_>, version: i64, keep_from: Option<i64>) -> PyResult<usize> {
+        // The memory is freed here, without the GIL.
+        let retire = || Ok(self.buffer.retire(version, keep_from)?.len());
+        py.detach(|| guard(retire))
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
@@ -119,7 +132,31 @@ impl Buffer {
             result.set_item("min_version", entry.min_version)?;
             Ok(result)
         };
-        self.buffer.snapshot().into_iter().map(show).collect()
+        let entries = py.detach(|| self.buffer.snapshot());
+        entries.into_iter().map(show).collect()
+    }
+
+    /// As `snapshot`, one array a column: quick however many are held.
+    fn columns<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let entries = py.detach(|| self.buffer.snapshot());
+        let result = PyDict::new(py);
+        let sequence: Vec<i64> = entries.iter().map(|entry| entry.sequence as i64).collect();
+        let leased: Vec<bool> = entries.iter().map(|entry| entry.leased).collect();
+        let bytes: Vec<i64> = entries.iter().map(|entry| entry.bytes as i64).collect();
+        let version: Vec<i64> = entries.iter().map(|entry| entry.min_version).collect();
+        result.set_item("sequence", sequence.into_pyarray(py))?;
+        result.set_item("leased", leased.into_pyarray(py))?;
+        result.set_item("bytes", bytes.into_pyarray(py))?;
+        result.set_item("min_version", version.into_pyarray(py))?;
+        Ok(result)
+    }
+
+    fn wait_to_take(&self, n: i64) -> PyResult<Waiter> {
+        Waiter::new(|call| self.buffer.wait_to_take(count(n)?, call).map_err(to_py))
+    }
+
+    fn wait_to_put(&self, bytes: usize) -> PyResult<Waiter> {
+        Waiter::new(|call| self.buffer.wait_to_put(bytes, call).map_err(to_py))
     }
 
     fn close(&self, py: Python<'_>) {
@@ -137,6 +174,81 @@ fn count(n: i64) -> PyResult<usize> {
 
 fn headers<'py>(py: Python<'py>, all: &[Vec<u8>]) -> PyResult<Bound<'py, PyList>> {
     PyList::new(py, all.iter().map(|header| PyBytes::new(py, header)))
+}
+
+/// A place in the queue of those who wait, for event loops: `fileno` becomes readable when to try again.
+#[pyclass(frozen, module = "sao._core")]
+struct Waiter {
+    waiter: Mutex<Option<buffer::Waiter>>,
+    event: Arc<File>,
+}
+
+impl Waiter {
+    fn new(
+        join: impl FnOnce(Box<dyn Fn() + Send + Sync>) -> PyResult<buffer::Waiter>,
+    ) -> PyResult<Self> {
+        let event = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
+            .map_err(std::io::Error::from)?;
+        let event = Arc::new(File::from(event));
+        let told = event.clone();
+        // A write of 8 bytes that cannot block; when the counter is full it is readable anyway.
+        let call = move || drop((&*told).write(&1u64.to_ne_bytes()));
+        Ok(Self {
+            waiter: Mutex::new(Some(join(Box::new(call))?)),
+            event,
+        })
+    }
+
+    fn with<T>(&self, run: impl FnOnce(&buffer::Waiter) -> sao_core::Result<T>) -> PyResult<T> {
+        // Taken back before it is looked at, so that what comes later is noticed.
+        let _ = (&*self.event).read(&mut [0; 8]);
+        let waiter = self.waiter.lock().unwrap_or_else(PoisonError::into_inner);
+        match waiter.as_ref() {
+            Some(waiter) => guard(|| run(waiter)),
+            None => Err(to_py(sao_core::Error::Closed(
+                "the waiter has left the queue".into(),
+            ))),
+        }
+    }
+}
+
+#[pymethods]
+impl Waiter {
+    fn fileno(&self) -> i32 {
+        self.event.as_raw_fd()
+    }
+
+    fn take(&self, py: Python<'_>) -> PyResult<Option<Vec<Lease>>> {
+        let leases = py.detach(|| self.with(buffer::Waiter::take))?;
+        Ok(leases.map(|leases| leases.into_iter().map(Lease::new).collect()))
+    }
+
+    /// The headers of those that were dropped for it, or none when it could not be put in yet.
+    fn put<'py>(
+        &self,
+        py: Python<'py>,
+        header: &Bound<'py, PyAny>,
+        payload: &Bound<'py, PyAny>,
+        min_version: i64,
+    ) -> PyResult<Option<Bound<'py, PyList>>> {
+        let (header, payload) = (
+            Source::new("header", header)?,
+            Source::new("payload", payload)?,
+        );
+        let (header, payload) = (header.bytes(), payload.bytes());
+        let put = |waiter: &buffer::Waiter| waiter.put(header, payload, min_version);
+        let dropped = py.detach(|| self.with(put))?;
+        dropped.map(|dropped| headers(py, &dropped)).transpose()
+    }
+
+    fn close(&self) {
+        let waiter = self
+            .waiter
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        drop(waiter);
+    }
 }
 
 /// Bytes of a Python object that stay where they are while this lives.
@@ -292,5 +404,6 @@ impl View {
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<Buffer>()?;
     m.add_class::<Lease>()?;
-    m.add_class::<View>()
+    m.add_class::<View>()?;
+    m.add_class::<Waiter>()
 }

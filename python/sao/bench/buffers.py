@@ -1,0 +1,128 @@
+"""The buffer: what a put and a take cost, a new version over thousands held, and the longest stall of any call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from sao import _core
+from sao.bench import workloads
+from sao.bench.measure import Row, row, times_us
+from sao.buffer import TrajectoryBuffer
+from sao.trajectory import encode
+
+
+def buffer(quick: bool) -> Iterator[Row]:
+    """Rows of all measurements of this module."""
+    for n in (1_000, 10_000, 32_768) if quick else (1_000, 10_000, 32_768, 200_000):
+        yield from _put_and_take(n, 0.3 if quick else 1.0)
+    for held in (256, 2_048, 16_384):
+        yield _retire_and_take(held, 20 if quick else 100)
+    yield _batches(0.3 if quick else 1.0)
+    yield from _stalls(5_000 if quick else 50_000, 1.0 if quick else 3.0)
+
+
+def _put_and_take(n: int, budget_s: float) -> Iterator[Row]:
+    trajectory = workloads.trajectory(n)
+    header, payload = encode(trajectory)
+    bytes_, size = len(header) + len(payload), f"{n} tokens"
+    raw = _core.Buffer(64, 1 << 30)
+    settled: list[_core.Lease] = []
+    put_us, take_us = [], []
+
+    def once() -> None:
+        begin = time.perf_counter_ns()
+        raw.put(header, payload, min_version=0)
+        middle = time.perf_counter_ns()
+        [lease] = raw.take(1)
+        end = time.perf_counter_ns()
+        put_us.append((middle - begin) / 1e3)
+        take_us.append((end - middle) / 1e3)
+        lease.commit()
+        settled.clear()
+
+    times_us(once, budget_s)
+    copy = times_us(lambda: bytearray(payload), budget_s / 2)
+    yield row("copy of the payload", size, "bytearray", copy, bytes_, "B")
+    yield row("put, encoded", size, "sao", np.array(put_us[2:]), bytes_, "B", "one copy")
+    yield row("take, encoded", size, "sao", np.array(take_us[2:]), 1, "take", "no copy")
+    whole = TrajectoryBuffer(64, 1 << 30)
+
+    def both() -> None:
+        whole.put(trajectory)
+        whole.take(1)[0].commit()
+
+    both_us = times_us(both, budget_s)
+    yield row("put and take of a Trajectory", size, "sao", both_us, 1, "trajectory", "checks, two copies, checks")
+
+
+def _retire_and_take(held: int, repetitions: int) -> Row:
+    """A step of a learner: the oldest version (one in eight) goes, 64 are taken; then the buffer is filled again."""
+    core = _core.Buffer(held, 1 << 30)
+    header, payload = b"h" * 300, b"p" * 700
+    durations = []
+    for i in range(held):
+        core.put(header, payload, min_version=i * 8 // held)
+    for version in range(1, repetitions + 1):
+        begin = time.perf_counter_ns()
+        core.retire(version + 7, version)
+        leases = core.take(64)
+        durations.append((time.perf_counter_ns() - begin) / 1e3)
+        for lease in leases:
+            lease.commit()
+        for _ in range(held - len(core)):
+            core.put(header, payload, min_version=version + 7)
+    note = f"{held // 8} retired and freed"
+    return row("retire a version + take 64", f"{held} held", "sao", np.array(durations), 1, "step", note)
+
+
+def _batches(budget_s: float) -> Row:
+    core, n = _core.Buffer(4096, 1 << 30), 1024
+    durations: list[float] = []
+    end = time.perf_counter() + budget_s
+    while time.perf_counter() < end:
+        for _ in range(n):
+            core.put(b"h", b"p", min_version=0)
+        begin = time.perf_counter_ns()
+        leases = core.take(n)
+        durations.append((time.perf_counter_ns() - begin) / 1e3)
+        for lease in leases:
+            lease.commit()
+    return row("take in batches", f"{n} of 2 bytes", "sao", np.array(durations), n, "take")
+
+
+def _stalls(held: int, seconds: float) -> Iterator[Row]:
+    """Each kind of call, one thread each, while another takes snapshots of all that is held over and over."""
+    core, stop = _core.Buffer(held + 4096, 1 << 32), threading.Event()
+    for i in range(held):
+        core.put(b"h" * 16, b"p" * 64, min_version=i % 8)
+    slept: list[float] = []
+
+    def snapshots() -> None:
+        while not stop.is_set():
+            core.columns()
+
+    def put_take_commit() -> None:
+        core.put(b"h" * 16, b"p" * 64, min_version=8)
+        core.take(1)[0].commit()
+
+    calls: dict[str, Callable[[], object]] = {
+        "put, take and commit": put_take_commit,
+        "stats": core.stats,
+        "nothing (the machine's own stalls)": lambda: None,
+    }
+    for snapshot in (False, True):
+        thread = threading.Thread(target=snapshots)
+        if snapshot:
+            thread.start()
+        for what, call in calls.items():
+            durations = times_us(call, seconds / len(calls), at_most=200_000)
+            size = f"{held} held" + (", snapshots running" if snapshot else "")
+            yield row(f"stall: {what}", size, "sao", durations, 1, "call", "see p99 and max")
+            slept.append(float(durations.max()))
+        stop.set()
+        if snapshot:
+            thread.join()

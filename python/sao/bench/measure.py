@@ -1,0 +1,113 @@
+"""Repeated calls, their percentiles, the machine they ran on, and the table that shows them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PACKAGES = ("sao", "numpy", "torch", "numba", "pyzmq", "msgspec", "seqpacker", "id-echo", "faster-fifo", "ray")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: how long a call takes, and how much of `unit` it does.
+
+    `amount` is in units a call (tokens, bytes, records); times are in microseconds.
+    """
+
+    what: str
+    size: str
+    how: str
+    p50_us: float
+    p99_us: float
+    max_us: float
+    amount: float = 0.0
+    unit: str = ""
+    note: str = ""
+
+    @property
+    def per_s(self) -> float:
+        """Units a second at the median."""
+        return self.amount / self.p50_us * 1e6 if self.amount else 0.0
+
+
+def times_us(
+    call: Callable[[], Any], budget_s: float = 1.0, at_least: int = 5, at_most: int = 5000, warm: int = 2
+) -> np.ndarray:
+    """Durations of repeated calls in microseconds, float64[n]; without garbage collection between them."""
+    for _ in range(warm):
+        call()
+    durations: list[int] = []
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        end = time.perf_counter() + budget_s
+        while len(durations) < at_least or (len(durations) < at_most and time.perf_counter() < end):
+            begin = time.perf_counter_ns()
+            result = call()
+            durations.append(time.perf_counter_ns() - begin)
+            del result
+    finally:
+        if was_on:
+            gc.enable()
+    return np.array(durations) / 1e3
+
+
+def row(
+    what: str, size: str, how: str, durations_us: np.ndarray, amount: float = 0.0, unit: str = "", note: str = ""
+) -> Row:
+    """The row of these durations."""
+    p50, p99 = np.percentile(durations_us, [50, 99])
+    return Row(what, size, how, float(p50), float(p99), float(durations_us.max()), amount, unit, note)
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory, load and versions, so that a number can be read later."""
+    cpu, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    if info.exists():
+        models = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        cpu = models[0] if models else cpu
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load_1min": round(os.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        **found,
+    }
+
+
+def shown_time(us: float) -> str:
+    """A duration with the unit that suits it."""
+    for limit, unit, factor in ((1e3, "us", 1.0), (1e6, "ms", 1e3)):
+        if us < limit:
+            return f"{us / factor:.3g} {unit}"
+    return f"{us / 1e6:.3g} s"
+
+
+def shown_rate(rate: float, unit: str) -> str:
+    """A rate with the prefix that suits it."""
+    if not rate:
+        return ""
+    for limit, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if rate >= limit:
+            return f"{rate / limit:.3g} {prefix}{unit}/s"
+    return f"{rate:.3g} {unit}/s"

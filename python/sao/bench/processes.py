@@ -1,0 +1,127 @@
+"""From two producer processes to one consumer on this host: raw ZeroMQ frames and shared memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import zmq
+
+from sao.bench.measure import Row, row
+from sao.transport.shared import SharedReceiver, SharedSender
+
+PRODUCERS = 2
+BYTES_PER_TOKEN = 9
+HEADER = b"h" * 400
+SAMPLES_WARM = 20
+
+
+def transport(quick: bool) -> Iterator[Row]:
+    """Payloads a second at full speed, and one-way latency when one comes every 3 ms."""
+    for tokens in (1_000, 32_768, 200_000):
+        size = tokens * BYTES_PER_TOKEN
+        for how in ("zmq tcp", "zmq ipc", "sao shared memory"):
+            count = max(200, min(20_000, (1 << 28 if quick else 1 << 30) // size))
+            yield _throughput(how, tokens, size, count)
+        for how in ("zmq ipc", "sao shared memory"):
+            yield _latency(how, tokens, size, 50 if quick else 300)
+
+
+class _Zmq:
+    def __init__(self, endpoint: str) -> None:
+        self._socket: Any = zmq.Context.instance().socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, 16)
+        self._socket.bind(endpoint)
+        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def receive(self) -> int:
+        if not self._socket.poll(20_000):
+            raise TimeoutError("no payload within 20 s")
+        header, payload = self._socket.recv_multipart(copy=False)
+        assert len(header) == len(HEADER)
+        return _stamp(payload.buffer)
+
+    def close(self) -> None:
+        self._socket.close(0)
+
+
+class _Shared:
+    def __init__(self, endpoint: str) -> None:
+        self._receiver = SharedReceiver(endpoint)
+        self.endpoint = endpoint
+
+    def receive(self) -> int:
+        with self._receiver.receive(20) as got:
+            return _stamp(got.payload)
+
+    def close(self) -> None:
+        self._receiver.close()
+
+
+def _stamp(payload: memoryview) -> int:
+    # The first and the last page, as a reader that only looks would; the sender's clock is ours.
+    return int.from_bytes(payload[:8], "little") + 0 * payload[-1]
+
+
+def _throughput(how: str, tokens: int, size: int, count: int) -> Row:
+    stamps = _run(how, size, count, pause_s=0.0)
+    gaps = np.diff(np.array([now for now, _ in stamps[SAMPLES_WARM:]])) / 1e3
+    each = np.full(len(gaps), gaps.mean())
+    note = f"{size / gaps.mean() / 1e3:.2f} GB/s"
+    return row("2 producers, full speed", f"{tokens} tokens", how, each, 1, "payload", note)
+
+
+def _latency(how: str, tokens: int, size: int, count: int) -> Row:
+    stamps = _run(how, size, count, pause_s=0.003)
+    one_way = np.array([now - sent for now, sent in stamps[SAMPLES_WARM:]]) / 1e3
+    return row("one way, every 3 ms", f"{tokens} tokens", how, one_way, 1, "payload")
+
+
+def _run(how: str, size: int, count: int, pause_s: float) -> list[tuple[int, int]]:
+    """(received, sent) in nanoseconds of the monotonic clock for each payload."""
+    with tempfile.TemporaryDirectory(prefix="sao-bench-") as folder:
+        endpoint = "tcp://127.0.0.1:*" if how == "zmq tcp" else f"ipc://{folder}/s"
+        sink = _Shared(endpoint) if how == "sao shared memory" else _Zmq(endpoint)
+        arguments = [how, sink.endpoint, str(size), str(count // PRODUCERS), str(pause_s)]
+        command = [sys.executable, "-c", "import sys; from sao.bench.processes import produce; produce(*sys.argv[1:])"]
+        producers = [subprocess.Popen([*command, *arguments], env={**os.environ}) for _ in range(PRODUCERS)]
+        try:
+            stamps = []
+            for _ in range(count // PRODUCERS * PRODUCERS):
+                sent = sink.receive()
+                stamps.append((time.monotonic_ns(), sent))
+            return stamps
+        finally:
+            sink.close()
+            for producer in producers:
+                producer.terminate()
+                producer.wait(20)
+
+
+def produce(how: str, endpoint: str, size: str, count: str, pause_s: str) -> None:
+    """A producer process: sends `count` payloads of `size` bytes, the time in the first eight."""
+    payload, pause = bytearray(os.urandom(int(size))), float(pause_s)
+    if how == "sao shared memory":
+        sender = SharedSender(endpoint, 16 * (int(size) + 64))
+        for _ in range(int(count)):
+            time.sleep(pause) if pause else None
+            payload[:8] = time.monotonic_ns().to_bytes(8, "little")
+            sender.send(HEADER, payload, 60)
+        sender.flush(60)
+        return
+    socket: Any = zmq.Context.instance().socket(zmq.PUSH)
+    socket.setsockopt(zmq.SNDHWM, 16)
+    socket.connect(endpoint)
+    for _ in range(int(count)):
+        time.sleep(pause) if pause else None
+        payload[:8] = time.monotonic_ns().to_bytes(8, "little")
+        # A sender that reuses its memory must let ZeroMQ copy; copy=False would send what comes next.
+        socket.send_multipart((HEADER, payload), copy=True)
+    socket.close(linger=60_000)
+    zmq.Context.instance().term()

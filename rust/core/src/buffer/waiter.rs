@@ -1,0 +1,105 @@
+//! Waiting without a thread.
+
+use std::sync::Arc;
+
+use super::lease::{leases, Lease, Slot};
+use super::{closed, invalid, Attempt, Call, Event, Index, Shared, Side, Ticket};
+use crate::Result;
+
+/// A place in the queue of those who wait; dropping it leaves the queue.
+#[derive(Debug)]
+pub struct Waiter {
+    shared: Arc<Shared>,
+    side: Side,
+    ticket: Arc<Ticket>,
+}
+
+impl Waiter {
+    pub(super) fn new(shared: &Arc<Shared>, side: Side, need: usize, call: Call) -> Self {
+        let ticket = Arc::new(Ticket {
+            need,
+            event: Event::Call(call),
+        });
+        shared.join(&mut shared.lock(), side, &ticket);
+        Self {
+            shared: shared.clone(),
+            side,
+            ticket,
+        }
+    }
+
+    /// Tries again; none when it is not its turn or there is not enough. To be asked once at the beginning and then
+    /// whenever `call` was called.
+    ///
+    /// # Errors
+    /// [`Error::Closed`].
+    pub fn take(&self) -> Result<Option<Vec<Lease>>> {
+        debug_assert_eq!(self.side, Side::Take);
+        let items = self.attempt(Shared::try_lease)?;
+        Ok(items.map(|items| leases(&self.shared, items)))
+    }
+
+    /// Tries again to put in a trajectory of the announced size; gives what [`Buffer::put`] gives, or none.
+    ///
+    /// # Errors
+    /// [`Error::Closed`]; [`Error::Full`] by [`Policy::Reject`]; [`Error::Validation`] for another size.
+    pub fn put(
+        &self,
+        header: &[u8],
+        payload: &[u8],
+        min_version: i64,
+    ) -> Result<Option<Vec<Vec<u8>>>> {
+        debug_assert_eq!(self.side, Side::Put);
+        let bytes = header.len() + payload.len();
+        if bytes != self.ticket.need {
+            return Err(invalid(format!(
+                "trajectory: {bytes} bytes, {} were announced",
+                self.ticket.need
+            )));
+        }
+        self.shared.check_put(bytes, min_version)?;
+        let mut evicted = Vec::new();
+        loop {
+            let done = self.attempt(|shared, index, need| match shared.try_room(index, need) {
+                Attempt::Done(()) => Attempt::Done(None),
+                Attempt::Evicted(victim) => Attempt::Done(Some(victim)),
+                Attempt::Failed(error) => Attempt::Failed(error),
+                Attempt::Wait => Attempt::Wait,
+            })?;
+            match done {
+                None => return Ok(None),
+                Some(Some(victim)) => evicted.push(victim.header().to_vec()),
+                Some(None) => break,
+            }
+        }
+        Slot::new(self.shared.clone(), bytes).publish(header, payload, min_version)?;
+        Ok(Some(evicted))
+    }
+
+    fn attempt<T>(
+        &self,
+        attempt: impl FnOnce(&Shared, &mut Index, usize) -> Attempt<T>,
+    ) -> Result<Option<T>> {
+        let mut index = self.shared.lock();
+        if index.closed {
+            return Err(closed());
+        }
+        if !index.is_first(self.side, &self.ticket) {
+            return Ok(None);
+        }
+        match attempt(&self.shared, &mut index, self.ticket.need) {
+            Attempt::Done(value) => Ok(Some(value)),
+            Attempt::Failed(error) => Err(error),
+            Attempt::Evicted(_) | Attempt::Wait => Ok(None),
+        }
+    }
+}
+
+impl Drop for Waiter {
+    fn drop(&mut self) {
+        let mut index = self.shared.lock();
+        self.shared.leave(&mut index, self.side, &self.ticket);
+        self.shared.gather(&mut index);
+        self.shared.wake(&index);
+    }
+}
