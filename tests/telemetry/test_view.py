@@ -5,6 +5,7 @@ import math
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 from tests.telemetry.records import config, evaluation, step
 
 from sao.telemetry.live import View
@@ -39,7 +40,8 @@ def test_without_a_terminal_each_step_is_one_line():
     view.show(evaluation(12, None))
     view.close()
     lines = out.getvalue().splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 5
+    assert lines.pop(0).startswith("starting: ")
     for part in ("step 11/20", "success 0.481", "lag 1.3/3", "sampled 1", "tok/s", "idle learner 20%", "eta 13s"):
         assert part in lines[0]
     assert lines[1] == "g1 ended [exit code 1]"
@@ -57,6 +59,8 @@ def test_on_a_terminal_the_table_shows_trend_and_alarm():
     view.show(evaluation(5, 0.25))
     view.close()
     shown = out.getvalue()
+    rows = Text.from_ansi(shown).plain.splitlines()
+    assert any(row.startswith("success") for row in rows)  # below the bar, not beside it
     assert "demo" in shown and "step 5/20" in shown and "held-out 0.250" in shown and "▁" in shown and "█" in shown
     assert "\x1b[31m90%" in shown  # red: the learner waits nearly always
     assert "\x1b[33m1.3/3" in shown  # yellow: tokens beyond the bound

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -27,6 +28,7 @@ TRENDS = (
 )
 RECENT = 32  # steps in the trend
 BARS = "▁▂▃▄▅▆▇█"
+STARTING = "starting: models load, first rollouts are sampled"
 STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
 
 
@@ -42,6 +44,8 @@ class View:
         if config.telemetry.live and console.is_terminal:
             self._live = Live(console=console, auto_refresh=False, transient=False)
             self._live.start()
+        else:
+            self._print(f"{STARTING}; logs: {config.folder / 'logs'}", "dim")
         self.tick()
 
     def show(self, record: dict[str, Any]) -> None:
@@ -117,13 +121,14 @@ class View:
         if self._held_out is not None:
             title.append(f"  held-out {self._held_out:.3f}", "bold cyan")
         if not self._recent:
-            return Group(title, Text("starting: models load, first rollouts are sampled", "dim"))
+            return Group(title, Text(STARTING, "dim"))
         table = Table.grid(padding=(0, 2))
         for (label, text, style), name in zip(self._cells(self._recent[-1]), TRENDS, strict=True):
             table.add_row(
                 Text(label, "dim"), Text(text, style), Text(_trend([getattr(w, name) for w in self._recent]), "cyan")
             )
-        return Group(title, ProgressBar(total=steps, completed=done, width=60), table)
+        bar = Padding(ProgressBar(total=steps, completed=done, width=60), 0)  # a bar alone ends without a new line
+        return Group(title, bar, table)
 
     def _eta_s(self) -> float:
         times = [w.step_s for w in self._recent if math.isfinite(w.step_s)]

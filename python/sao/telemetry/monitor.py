@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,7 +27,9 @@ class Monitor:
         if config.telemetry.wandb:
             sinks.append(WandB(config.run.name, config.model_dump(mode="json"), run_folder))
         self._sinks = Fan(sinks, self._sink_failed)
-        self._view: View | None = View(config, console)
+        self._view: View | None = None
+        with suppress(OSError):  # nobody watches from the beginning
+            self._view = View(config, console)
 
     def __enter__(self) -> Monitor:
         return self
