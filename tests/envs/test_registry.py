@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 from envs.doubles import Rewarding
@@ -23,6 +24,13 @@ def test_a_path_names_a_class_and_arguments_reach_it() -> None:
     environment = registry.make("envs.doubles:Rewarding", reward=0.5)
     assert isinstance(environment, Rewarding)
     assert environment.reward == 0.5
+
+
+def test_a_module_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "beside_the_run_file.py").write_text("from sao.envs.lookup import Lookup as Mine\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert isinstance(registry.make("beside_the_run_file:Mine"), Lookup)
 
 
 def test_an_installed_package_adds_names_but_takes_over_none(monkeypatch: pytest.MonkeyPatch) -> None:

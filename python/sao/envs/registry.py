@@ -1,12 +1,17 @@
-"""Environments by name: built in, from an installed package's entry points, or by path `package.module:Class`."""
+"""Environments by name: built in, from an installed package's entry points, or by path `package.module:Class`.
+
+A module named by path is looked for among the installed ones and in the current folder.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 from sao.envs.protocol import Environment
@@ -43,6 +48,8 @@ def factory(name: str) -> Callable[..., Environment]:
     point = known.get(name)
     if point is None and ":" in name:
         point = EntryPoint(name, name, ENTRY_POINT_GROUP)
+        if (here := str(Path.cwd())) not in sys.path:  # the actors have it there, being started with `python -m`
+            sys.path.append(here)
     if point is None:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
