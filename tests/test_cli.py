@@ -81,8 +81,8 @@ def test_faults_end_with_code_2_before_anything_is_made(run_file, arguments, exp
 
 
 def test_all_faults_are_shown(run_file):
-    result = sao("train", run_file, "run.steps=0", "learner.ranks=0", "sampling.top_p=0.9")
-    assert [line.startswith("error: ") for line in result.stderr.splitlines()] == [True] * 3
+    result = sao("train", run_file, "run.steps=0", "learner.ranks=0", "sampling.top_p=0.9", "nonsense")
+    assert [line.startswith("error: ") for line in result.stderr.splitlines()] == [True] * 4
 
 
 def test_broken_toml_is_shown_with_its_place(tmp_path):

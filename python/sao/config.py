@@ -45,7 +45,9 @@ class RunSection(Section):
     """What is run, where its files go and for how long."""
 
     name: str = Field(
-        "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of the run; a folder of this name is made"
+        "run",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="name of the run and of its folder: letters, digits, . _ - and first a letter or digit",
     )
     dir: str = Field("runs", description="folder that holds the run's folder")
     seed: int = Field(0, ge=0, lt=2**32, description="seed from which every other seed is derived")
@@ -415,9 +417,19 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: not valid TOML: byte {error.start} is not UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    faults = []
     for item in overrides:
-        _override(data, item)
-    return parse(data, source=str(path))
+        try:
+            _override(data, item)
+        except ConfigError as error:
+            faults.append(str(error))
+    try:
+        parsed = parse(data, source=str(path))
+    except ConfigError as error:
+        faults.append(str(error))
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return parsed
 
 
 def parse(data: dict[str, Any], source: str = "config") -> Config:

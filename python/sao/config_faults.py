@@ -9,6 +9,7 @@ from typing import Any, get_origin
 from pydantic import BaseModel, ValidationError
 
 Location = tuple[Any, ...]
+NEAR = 0.75  # similarity from which a name is worth suggesting
 PASSES = 4  # unknown keys and wrong values, missing fields, combinations in a section, combinations of sections
 
 
@@ -41,6 +42,7 @@ def _describe(model: type[BaseModel], error: ValidationError) -> tuple[dict[str,
         location = _without_union_tags(model, item["loc"])
         where = ".".join(str(part) for part in location)
         message = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        message = message.replace("String should match pattern", "must match")
         if item["type"] == "value_error":  # of a validator that compares fields: one line a fault, "field: text"
             for line in message.splitlines():
                 text = f"{where}.{line}" if where else line
@@ -51,7 +53,8 @@ def _describe(model: type[BaseModel], error: ValidationError) -> tuple[dict[str,
         wrong.append((location, item["type"] == "missing"))
         about = _description(model, location)
         if item["type"] == "extra_forbidden":
-            message = f"unknown key{_suggestion(model, location)}"
+            kind = "section" if len(location) == 1 and isinstance(item["input"], dict) else "key"
+            message = f"unknown {kind}{_suggestion(model, location)}"
         elif item["type"] == "missing":
             if len(location) == 1:  # a whole section: the next pass names the fields in it that are required
                 continue
@@ -72,13 +75,13 @@ def _suggestion(model: type[BaseModel], location: Location) -> str:
     sections = {section: list(_section(model, section)) for section in model.model_fields}
     own = list(sections) if len(location) == 1 else sections.get(location[0], [])
     home = [section for section, keys in sections.items() if name in keys]
-    near = difflib.get_close_matches(name, own, n=1)
+    near = difflib.get_close_matches(name, own, n=1, cutoff=NEAR)
     if near and (near[0] == name or not home):
         return f"; did you mean {near[0]}?"
     if home:
         return f"; it belongs to [{home[0]}]"
     anywhere = {key: section for section, keys in sections.items() for key in keys}
-    near = difflib.get_close_matches(name, list(anywhere), n=1)
+    near = difflib.get_close_matches(name, list(anywhere), n=1, cutoff=NEAR)
     return f"; did you mean {near[0]} of [{anywhere[near[0]]}]?" if near else ""
 
 
