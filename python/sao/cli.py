@@ -1,4 +1,4 @@
-"""The command line: `sao train`, `sao pretrain-value`, `sao eval`, `sao inspect`, `sao doctor`.
+"""The command line: `sao train`, `sao pretrain-value`, `sao eval`, `sao inspect`, `sao replay`, `sao doctor`.
 
 Exit codes: 0 done, 1 failed, 2 configuration or usage, 130 interrupted. Nothing heavy is imported before it is needed.
 """
@@ -115,6 +115,20 @@ def inspect(
 
     with _faults():
         inspection.show(path, Console(), step=step, trajectory=trajectory, colour=colour)
+
+
+@app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of the run", show_default=False)],
+    step: Annotated[int, typer.Argument(metavar="STEP", help="a recorded step", show_default=False)],
+) -> None:
+    """Make a recorded step again, from the checkpoint before it; exit code 1 unless every bit is the same."""
+    from sao.runtime import replay as runtime
+
+    with _faults():
+        text, same = runtime.replay(run, step)
+        typer.echo(text)
+        raise typer.Exit(0 if same else 1)
 
 
 @app.command()

@@ -1,0 +1,114 @@
+"""`sao replay RUN STEP`: a recorded step alone, from the checkpoint before it, and whether it gives the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from sao import checkpoints
+from sao._core import ledger_history
+from sao.checkpoints import Checkpoint
+from sao.config import Config, parse
+from sao.errors import ConfigError, LearnerError
+from sao.runtime import launch
+from sao.telemetry.recording import read_step, recorded_steps, step_path
+
+LIMIT_S = 3600.0
+
+
+def replay(run_folder: Path, step: int) -> tuple[str, bool]:
+    """What came of it, as text, and whether everything was the same to the bit.
+
+    Raises `ConfigError` that says what is missing, `CheckpointError` for a damaged checkpoint, `LearnerError` when the
+    step itself fails.
+    """
+    checkpoint, first = _origin(run_folder, step)
+    paths = [step_path(run_folder / "trajectories", number) for number in range(first, step + 1)]
+    metas = [read_step(path).meta for path in paths]
+    _check_line(run_folder, first, metas)
+    config = parse(metas[-1]["config"], source=str(paths[-1]))
+    if not Path(config.model.path).is_dir():
+        raise ConfigError(f"model.path: {config.model.path} is not here; run this where the run was started")
+    found = _run(config, paths, checkpoint)
+    return _describe(found, config, checkpoint), not any(one["different"] for one in found)
+
+
+def _origin(run_folder: Path, step: int) -> tuple[Checkpoint | None, int]:
+    """The checkpoint to start from (None: the start policy) and the first step to replay."""
+    recorded = set(recorded_steps(run_folder / "trajectories"))
+    if not (run_folder / "config.json").is_file():
+        raise ConfigError(f"{run_folder}: holds no run (no config.json)")
+    if step not in recorded:
+        have = f"recorded are {_steps(recorded)}" if recorded else "none is recorded: set telemetry.keep_trajectories"
+        raise ConfigError(f"step {step} is not recorded in {run_folder}; {have}")
+    first = step
+    while first - 1 in recorded:
+        first -= 1
+    saved = checkpoints.steps(run_folder / "checkpoints")
+    for number in (saved for saved in saved if first - 1 <= saved < step):
+        return checkpoints.verify(run_folder / "checkpoints" / f"step-{number}"), number + 1
+    if first == 1:
+        return None, 1
+    raise ConfigError(
+        f"step {step} needs the state before it: a checkpoint of step {step - 1}, or an earlier one and the records of"
+        f" all steps from there; checkpoints are {_steps(set(saved)) or 'none'}, records {_steps(recorded)}"
+        " (learner.checkpoints_kept, learner.save_every_steps, telemetry.keep_trajectories)"
+    )
+
+
+def _check_line(run_folder: Path, first: int, metas: list[dict[str, Any]]) -> None:
+    """A record that a resume has left behind is not of the run as it went."""
+    _, history = ledger_history(run_folder / "ledger.log", first - 1)
+    trained = {step["step"]: [list(task) for task in step["tasks"]] for step in history}
+    for step, meta in enumerate(metas, first):
+        if trained.get(step) != meta.get("tasks"):
+            raise ConfigError(
+                f"the record of step {step} is of steps that were lost at a resume; it was not made again"
+            )
+
+
+def _run(config: Config, paths: list[Path], checkpoint: Checkpoint | None) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="sao-replay-") as folder:
+        report, store = Path(folder) / "report.json", Path(folder) / "ranks"
+        places = launch.Places(Path(folder), Path(folder), store, "")
+        ranks = []
+        for rank in range(config.learner.ranks):
+            argv = [sys.executable, "-m", "sao.learner.replay", *map(str, paths), "--store", str(store)]
+            argv += ["--report", str(report), *(["--checkpoint", str(checkpoint.path)] if checkpoint else [])]
+            environment = os.environ | launch.learner(config, places, rank).environment
+            ranks.append(subprocess.Popen(argv, env=environment, stderr=subprocess.PIPE, text=True))
+        try:
+            errors = [process.communicate(timeout=LIMIT_S)[1] for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+        failed = [text for process, text in zip(ranks, errors, strict=True) if process.returncode != 0]
+        if failed:
+            raise LearnerError(f"the replay failed: {failed[0].strip().splitlines()[-1] if failed[0].strip() else '?'}")
+        found: list[dict[str, Any]] = json.loads(report.read_text())
+        return found
+
+
+def _describe(found: list[dict[str, Any]], config: Config, checkpoint: Checkpoint | None) -> str:
+    last = found[-1]
+    origin = f"the checkpoint of step {checkpoint.step}" if checkpoint else "the start policy"
+    lines = [f"step {last['step']} from {origin}, {len(found)} steps on {config.learner.ranks} ranks"]
+    lines += [f"{name} {value!r}" for name, value in last["losses"].items()]
+    for one in found:
+        for name, (recorded, again) in one["different"].items():
+            lines.append(f"step {one['step']}: {name}: recorded {recorded!r}, now {again!r}")
+    if not any(one["different"] for one in found):
+        what = f"{last['metrics']} metrics, {last['arrays']} arrays" + (", the weights" if last["weights"] else "")
+        lines.append(f"the same to the bit: {what}")
+    elif not config.learner.deterministic:
+        lines.append("learner.deterministic was off in this run: the last bits may differ from time to time")
+    return "\n".join(lines)
+
+
+def _steps(numbers: set[int]) -> str:
+    return ", ".join(str(number) for number in sorted(numbers))
