@@ -41,8 +41,7 @@ steps = {steps}
 [model]
 path = {model!r}
 [env]
-name = "lookup"
-max_turns = 2
+name = "coin_env:Coin"
 [sampling]
 max_response_tokens = 6
 context_tokens = 192
@@ -53,6 +52,8 @@ engine = "scripted"
 [learner]
 batch_trajectories = 4
 row_tokens = 192
+policy_lr = 1e-4
+critic_lr = 1e-3
 critic_warmup_steps = 1
 save_every_steps = {every}
 [staleness]
@@ -122,7 +123,9 @@ class Story:
             run_file.write_text(RUN.format(**values, every=self.every, discipline=self.discipline))
         resume = ["--resume"] if (self.run_folder / "config.json").exists() else []
         known = len(self._texts())
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({KILL: wish.point} if wish and wish.point else {})
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()} | (
+            {KILL: wish.point} if wish and wish.point else {}
+        )
         began = time.monotonic()
         with (self.folder / "output.txt").open("a") as output:
             command = [*PROGRAMS[self.learner], "train", str(run_file), *resume]
@@ -211,6 +214,11 @@ class Story:
             r["step"] for r in sinks.surviving(sinks.read(self.run_folder / "metrics.jsonl")) if r["kind"] == "step"
         ]
         assert len(steps) == len(set(steps)), f"{said}: {steps}"
+
+
+def _python_path() -> str:
+    """For the environment, which lies beside this file."""
+    return os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 _DEATH = r"^([\w-]+) ended unexpectedly.*killed by SIGKILL"
