@@ -112,6 +112,7 @@ def test_an_interrupted_run_leaves_nothing(start):
     assert time.monotonic() - began < 15
     assert run.leftovers() == [] and not [path for path in private if path.exists()]
     assert (run.folder / "curves.png").exists() and run.records("end")[0]["exit_code"] == 130
+    assert "--resume" in run.output.read_text().splitlines()[-1]
 
 
 def test_a_killed_generator_is_replaced_and_the_run_goes_on(start):

@@ -188,6 +188,8 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     result = CliRunner().invoke(app, ["inspect", str(tmp_path / "empty")])
     assert result.exit_code == 2 and "telemetry.keep_trajectories" in result.output
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "absent")])
+    assert result.exit_code == 2 and "absent: does not exist" in result.output
     damaged = tmp_path / "step-000001.safetensors"
     damaged.write_bytes(json.dumps({}).encode())
     assert CliRunner().invoke(app, ["inspect", str(damaged)]).exit_code == 1

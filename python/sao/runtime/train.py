@@ -63,6 +63,8 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> i
     style = {EXIT_DONE: "bold green", EXIT_INTERRUPTED: "bold yellow"}.get(outcome.exit_code, "bold red")
     console.print(outcome.reason, style=style, markup=False, soft_wrap=True)
     console.print(f"run folder: {config.folder}", style="dim", markup=False, soft_wrap=True)
+    if outcome.exit_code == EXIT_INTERRUPTED and config.run.task == "train":
+        console.print("to go on: the same `sao train` with --resume", style="dim", markup=False, soft_wrap=True)
     return outcome.exit_code
 
 

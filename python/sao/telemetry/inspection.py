@@ -48,6 +48,8 @@ def find_step(path: Path, step: int | None = None) -> Path:
     """The recorded step that is meant: a file, or the newest (or number `step`) of a run. Raises `ConfigError`."""
     if path.is_file():
         return path
+    if not path.exists():
+        raise ConfigError(f"{path}: does not exist")
     folder = path / "trajectories" if (path / "trajectories").is_dir() else path
     steps = recorded_steps(folder)
     if not steps:
