@@ -45,7 +45,8 @@ class Checkpointer:
     def __init__(self, learner: Learner, folder: Path, trained: Ordinals | None = None) -> None:
         """`folder`: the run's `checkpoints`. `trained`: of the checkpoint that the learner continues from.
 
-        A collective. The attribute `trained` is what was trained so far in this line of history, kept by whoever commits (rank 0).
+        A collective. The attribute `trained` is what was trained so far in this line of history, kept by whoever commits
+        (rank 0).
         """
         self.learner, self.world, self.folder = learner, learner.world, folder
         self.trained = trained or Ordinals()
