@@ -27,7 +27,7 @@ app = typer.Typer(
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="the run's configuration", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="overrides, values in TOML syntax", show_default=False),
+    typer.Argument(metavar="SECTION.KEY=VALUE", help="overrides, values in TOML syntax", show_default=False),
 ]
 
 
