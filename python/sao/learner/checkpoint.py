@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from sao import __version__
@@ -45,8 +46,7 @@ class Checkpointer:
     def __init__(self, learner: Learner, folder: Path, trained: Ordinals | None = None) -> None:
         """`folder`: the run's `checkpoints`. `trained`: of the checkpoint that the learner continues from.
 
-        A collective. The attribute `trained` is what was trained so far in this line of history, kept by whoever commits
-        (rank 0).
+        A collective. The attribute `trained` is what was trained so far in this line of history; rank 0 keeps it.
         """
         self.learner, self.world, self.folder = learner, learner.world, folder
         self.trained = trained or Ordinals()
@@ -80,6 +80,7 @@ class Checkpointer:
             except OSError as error:
                 self._fault = f"step {learner.steps}: {error}"
         if world.share([draft is not None])[0]:
+            self._fault = f"step {learner.steps}: its writer ended without a word"
             arguments = (draft, staged, model, facts)
             self._thread = threading.Thread(target=self._write, args=arguments, name="sao-checkpoint")
             self._thread.start()
@@ -140,6 +141,7 @@ class Checkpointer:
             dcp.save(staged, storage_writer=writer, process_group=self._group, no_dist=alone)
             point("save.state")
             if draft is None:
+                self._fault = None
                 return
             policy = model["policy"]
             critic = model.get("critic")
@@ -147,8 +149,9 @@ class Checkpointer:
             point("save.model")
             facts = {**facts, "fingerprint": fingerprint(policy)}
             path = draft.commit(facts, config.learner.checkpoints_kept)
+            self._fault = None
             log.info("%s is complete, after %.1f s", path, time.perf_counter() - began)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
             self._fault = f"step {self._step}: {_explain(error)}"
             log.error("checkpoint of %s", self._fault)
             if draft is not None:
@@ -195,7 +198,10 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> None:
         more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
         raise CheckpointError(f"{checkpoint.path}: {'; '.join(faults[:5])}{more}")
     reader = dcp.HuggingFaceStorageReader(str(checkpoint.state))
-    dcp.load(wanted, storage_reader=reader, no_dist=learner.world.mesh is None)  # in place
+    try:
+        dcp.load(wanted, storage_reader=reader, no_dist=learner.world.mesh is None)  # in place
+    except CheckpointException as error:
+        raise CheckpointError(f"{checkpoint.path}: {_explain(error)}") from error
     if absent:
         torch.manual_seed(learner.config.run.seed + 1_000_003 * (checkpoint.step + 1) + learner.world.rank)
     else:
