@@ -149,4 +149,4 @@ def test_the_program_names_what_is_missing(tiny_model, tmp_path):
     assert ended.returncode == 1 and "RANK, WORLD_SIZE" in ended.stderr
     (tmp_path / "config.json").write_text('{"modell": {}}')
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 2 and "modell: unknown key" in ended.stderr
+    assert ended.returncode == 2 and "modell: unknown section" in ended.stderr
