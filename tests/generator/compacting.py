@@ -128,16 +128,17 @@ def check(trajectory: Trajectory, speaker: Speaker, config: Config, *, merged: b
     """Nothing sampled is lost, recorded twice or under another context; nothing given is taken for sampled."""
     context = config.sampling.context_tokens
     places: list[tuple[int, int]] = []
-    index = 0
+    index, done = 0, 0
     for request, reply in speaker.said:
         n, m = request.prompt_ids.size, len(reply.token_ids)
         assert n + request.max_new_tokens <= context, "the engine was asked for more than the context holds"
-        while not holds(trajectory, index, request.prompt_ids, reply):
-            index += 1  # segments come in the order in which they were sampled
+        while n < done or not holds(trajectory, index, request.prompt_ids, reply):
+            index, done = index + 1, 0  # tokens and segments come in the order in which they were sampled
             assert index < len(trajectory.segments), f"{request.id}: its context and tokens are in no later segment"
         places += [(index, n + offset) for offset in range(m)]
+        done = n + m
     sampled = [(s, int(at)) for s, seg in enumerate(trajectory.segments) for at in np.flatnonzero(seg.action_mask)]
-    assert sorted(places) == sampled, "every sampled token in exactly one segment, and no other is an action"
+    assert places == sampled, "every sampled token in exactly one segment, and no other is an action"
     assert all(segment.n_actions for segment in trajectory.segments)
     assert all(segment.action_mask[-1] for segment in trajectory.segments)
     kinds = [segment.kind for segment in trajectory.segments]

@@ -240,6 +240,22 @@ def test_with_clipping_what_cannot_be_cut_enough_is_rolled_back(tiny_model: Path
     assert (facts["rolled_back_steps"], facts["compactions"], facts["clipped_observations"]) == (1, 1, 0)
 
 
+@pytest.mark.parametrize("limit", range(12, 30))
+def test_the_longest_text_is_cut_first_and_from_its_end(tiny_model: Path, limit: int) -> None:
+    """Two tool results in one observation; their markup is never cut."""
+    renderer = Renderer(tiny_model)
+    messages = (Message("tool", "a b c"), Message("tool", "1 2 3 4 5 6 7 8 9 0"))
+    size = renderer.observation(messages, None).size
+    found = renderer.cut(messages, None, limit)
+    if found is None:
+        assert limit < renderer.observation([Message("tool", "")] * 2, None).size
+        return
+    assert renderer.observation(found, None).size == min(size, limit)
+    short, long = (message.content.split() for message in found)
+    assert ["a", "b", "c"][: len(short)] == short and list("1234567890")[: len(long)] == long
+    assert renderer.cut(messages, None, size) == messages
+
+
 def test_no_room_to_ask_for_a_summary_ends_the_rollout(tiny_model: Path, tmp_path: Path) -> None:
     """Even the first messages alone are too long: the rollout is truncated with its own reason."""
     first = (SYSTEM, Message("user", " ".join("a" * 46)))

@@ -80,7 +80,7 @@ class Renderer:
             if not texts[at].size:
                 return None
             texts[at] = texts[at][: max(0, texts[at].size - excess)]
-            found[at] = Message(found[at].role, self.decode(texts[at]))
+            found[at] = Message(found[at].role, self.decode(texts[at]).rstrip("\ufffd"))  # half of a character
         return tuple(found)
 
     @property
