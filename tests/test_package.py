@@ -56,7 +56,7 @@ def test_the_source_archive_holds_what_a_build_needs_and_nothing_else(tmp_path):
     with tarfile.open(archive) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
         file.extractall(tmp_path / "unpacked", filter="data")
-    optional = {name for name in wanted if re.search(r"^rust/\w+/(tests|benches|examples)/", name)}
+    optional = {name for name in wanted if re.search(r"^rust/(fuzz/|\w+/(tests|benches|examples)/)", name)}
     assert wanted - optional <= names
     assert names - wanted == {"PKG-INFO", "pyproject.toml", "Cargo.toml", "Cargo.lock", "README.md", "LICENSE"}
     assert {"python/sao/py.typed", "python/sao/_core.pyi"} <= names
