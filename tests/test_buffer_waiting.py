@@ -146,8 +146,10 @@ def test_ping_pong_through_one_slot(threads: ThreadPoolExecutor) -> None:
 )
 def test_ctrl_c_ends_a_wait(call: str) -> None:
     code = f"""
-import time
+import signal
 from sao import _core
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background ignores it, and so would we
 
 def full():
     buffer = _core.Buffer(1, 100)
