@@ -7,6 +7,7 @@ agree; steps after the checkpoint are lost and their tasks are played again (the
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,11 @@ STARTS = "starts"  # how often the run was resumed; generators derive their rand
 # What may differ from the run's first start: limits, resources, what is watched. All else decides what is trained.
 MAY_CHANGE = {
     "run": {"name", "dir", "steps", "max_failures_in_a_row", "target_success"},
+    "model": {"activation_checkpointing", "attention"},
     "env": {"step_timeout_s"},
     "learner": {
-        *("ranks", "threads", "row_tokens", "rows_per_micro_batch", "logprob_chunk_tokens", "activation_checkpointing"),
-        *("attention", "offload_optimizer", "deterministic", "save_every_steps", "checkpoints_kept"),
-        "max_skipped_in_a_row",
+        *("ranks", "threads", "row_tokens", "rows_per_micro_batch", "logprob_chunk_tokens", "offload_optimizer"),
+        *("deterministic", "save_every_steps", "checkpoints_kept", "max_skipped_in_a_row"),
     },
 }
 ALL_MAY_CHANGE = {"generator", "staleness", "buffer", "eval", "transport", "telemetry", "value_pretraining"}
@@ -88,6 +89,8 @@ def begin(resume: Resume, run_folder: Path) -> list[str]:
     texts = checkpoints.tidy(run_folder / "checkpoints")
     for path, reason in resume.ignored:
         texts.append(f"ignored checkpoint: {reason}; it is now {checkpoints.set_aside(path)}")
+    for left in run_folder.glob(f"{folders.PREFIX}*"):  # weights of a start without shared memory
+        shutil.rmtree(left, ignore_errors=True)
     unfinished = run_folder / f".{STARTS}"
     unfinished.write_text(f"{resume.start + 1}\n")
     unfinished.replace(run_folder / STARTS)
