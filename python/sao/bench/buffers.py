@@ -20,7 +20,8 @@ def buffer(quick: bool) -> Iterator[Row]:
     for n in (1_000, 10_000, 32_768) if quick else (1_000, 10_000, 32_768, 200_000):
         yield from _put_and_take(n, 0.3 if quick else 1.0)
     for held in (256, 2_048, 16_384):
-        yield _retire_and_take(held, 20 if quick else 100)
+        yield _retire_and_take(held, held // 64, 20 if quick else 200)
+    yield _retire_and_take(16_384, 8, 20 if quick else 100)
     yield _batches(0.3 if quick else 1.0)
     yield from _stalls(5_000 if quick else 50_000, 1.0 if quick else 3.0)
 
@@ -50,33 +51,47 @@ def _put_and_take(n: int, budget_s: float) -> Iterator[Row]:
     yield row("put, encoded", size, "sao", np.array(put_us[2:]), bytes_, "B", "one copy")
     yield row("take, encoded", size, "sao", np.array(take_us[2:]), 1, "take", "no copy")
     whole = TrajectoryBuffer(64, 1 << 30)
+    put_us.clear()
+    take_us.clear()
 
     def both() -> None:
+        begin = time.perf_counter_ns()
         whole.put(trajectory)
-        whole.take(1)[0].commit()
+        middle = time.perf_counter_ns()
+        [held] = whole.take(1)
+        end = time.perf_counter_ns()
+        put_us.append((middle - begin) / 1e3)
+        take_us.append((end - middle) / 1e3)
+        held.commit()
 
-    both_us = times_us(both, budget_s)
-    yield row("put and take of a Trajectory", size, "sao", both_us, 1, "trajectory", "checks, two copies, checks")
+    times_us(both, budget_s)
+    copy_us = float(np.median(copy))
+    for what, times, copies in (("put a Trajectory", put_us, 2), ("take a Trajectory", take_us, 0)):
+        durations = np.array(times[2:])
+        beyond = float(np.median(durations)) - copies * copy_us
+        yield row(what, size, "sao", durations, 1, "trajectory", f"{beyond:.1f} us beyond {copies} copies; checks all")
 
 
-def _retire_and_take(held: int, repetitions: int) -> Row:
-    """A step of a learner: the oldest version (one in eight) goes, 64 are taken; then the buffer is filled again."""
+def _retire_and_take(held: int, versions: int, repetitions: int) -> Row:
+    """A step of a learner: the oldest of `versions` goes, 64 are taken; then the buffer is filled again."""
     core = _core.Buffer(held, 1 << 30)
     header, payload = b"h" * 300, b"p" * 700
     durations = []
     for i in range(held):
-        core.put(header, payload, min_version=i * 8 // held)
+        core.put(header, payload, min_version=i * versions // held)
     for version in range(1, repetitions + 1):
         begin = time.perf_counter_ns()
-        core.retire(version + 7, version)
+        core.retire(version + versions - 1, version)
         leases = core.take(64)
         durations.append((time.perf_counter_ns() - begin) / 1e3)
         for lease in leases:
             lease.commit()
         for _ in range(held - len(core)):
-            core.put(header, payload, min_version=version + 7)
-    note = f"{held // 8} retired and freed"
-    return row("retire a version + take 64", f"{held} held", "sao", np.array(durations), 1, "step", note)
+            core.put(header, payload, min_version=version + versions - 1)
+    note = f"{held // versions} retired and freed"
+    return row(
+        "retire a version + take 64", f"{held} held, {versions} versions", "sao", np.array(durations), 1, "step", note
+    )
 
 
 def _batches(budget_s: float) -> Row:

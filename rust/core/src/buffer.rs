@@ -12,6 +12,7 @@ use std::sync::{Arc, PoisonError};
 
 use crate::budget::Budget;
 use crate::index::Ready;
+use crate::pool::Pool;
 use crate::ring::Ring;
 use crate::sync::{fence, AtomicBool, AtomicUsize, Condvar, Mutex, MutexGuard, Ordering};
 use crate::wait::Pace;
@@ -135,6 +136,7 @@ impl Index {
 struct Shared {
     limits: Limits,
     budget: Budget,
+    pool: Pool,
     /// What has come in and is not in the index yet, in order of completion.
     arrivals: Ring<Arc<Item>>,
     /// As `Index::closed`, for those who do not hold the lock.
@@ -201,6 +203,16 @@ impl Shared {
             if self.budget.fits(putter.need) || (self.limits.drops() && index.ready.len() > 0) {
                 putter.tell();
             }
+        }
+    }
+
+    /// What is kept for reuse and what is held stay together below the bound; a closed buffer keeps nothing.
+    fn bound_pool(&self) {
+        let held = self.budget.bytes();
+        let room = self.limits.max_bytes.saturating_sub(held);
+        let closed = self.closed.load(Ordering::Relaxed);
+        if closed || self.pool.kept() > room {
+            self.pool.shrink(if closed { 0 } else { room });
         }
     }
 
@@ -356,6 +368,7 @@ impl Buffer {
             shared: Arc::new(Shared {
                 limits,
                 budget: Budget::new(limits.max_trajectories, limits.max_bytes),
+                pool: Pool::new(),
                 arrivals: Ring::new(arrivals.next_power_of_two()),
                 closed: AtomicBool::new(false),
                 waiting_takes: AtomicUsize::new(0),
@@ -381,22 +394,38 @@ impl Buffer {
     ) -> Result<Vec<Vec<u8>>> {
         let bytes = header.len() + payload.len();
         let shared = &self.shared;
-        shared.check_put(bytes, min_version)?;
+        if self.try_put(header, payload, min_version)? {
+            return Ok(Vec::new());
+        }
         let mut evicted = Vec::new();
+        let attempt = |index: &mut Index| shared.try_room(index, bytes);
+        self.enter(Side::Put, bytes, pace, &mut evicted, attempt)?;
+        Slot::new(shared.clone(), bytes).publish(header, payload, min_version)?;
+        Ok(evicted)
+    }
+
+    /// [`Self::put`] without waiting and without dropping anything; `false` when it did not go in, which may be because
+    /// others wait for room.
+    ///
+    /// # Errors
+    /// [`Error::Validation`] and [`Error::Closed`] as [`Self::put`].
+    pub fn try_put(&self, header: &[u8], payload: &[u8], min_version: i64) -> Result<bool> {
+        let bytes = header.len() + payload.len();
+        let shared = &self.shared;
+        shared.check_put(bytes, min_version)?;
         if shared.closed.load(Ordering::SeqCst) {
             return Err(closed());
         }
-        // Whoever waits for room comes first.
-        let at_once =
-            shared.waiting_puts.load(Ordering::SeqCst) == 0 && shared.budget.reserve(bytes);
-        if !at_once {
+        if shared.waiting_puts.load(Ordering::SeqCst) > 0 {
+            return Ok(false);
+        }
+        if !shared.budget.reserve(bytes) {
             // What failed may have held a place for a moment, in the way of one that parked meanwhile.
             shared.room_was_made();
-            let attempt = |index: &mut Index| shared.try_room(index, bytes);
-            self.enter(Side::Put, bytes, pace, &mut evicted, attempt)?;
+            return Ok(false);
         }
         Slot::new(shared.clone(), bytes).publish(header, payload, min_version)?;
-        Ok(evicted)
+        Ok(true)
     }
 
     /// Leases `n` trajectories in order of completion, all or none.
@@ -511,6 +540,7 @@ impl Buffer {
         }
         drop(index);
         drop((late, ready));
+        shared.bound_pool();
     }
 
     /// Counters now; works on a closed buffer too.

@@ -14,6 +14,7 @@ mod index;
 pub mod journal;
 pub mod ledger;
 pub mod pack;
+mod pool;
 mod ring;
 pub mod staleness;
 mod sync;

@@ -16,7 +16,12 @@ use rustix::event::{eventfd, EventfdFlags};
 use sao_core::buffer::{self, Item, Limits};
 
 use crate::error::{guard, to_py, validation};
-use crate::pace::blocking;
+use crate::pace::{blocking, check_timeout};
+
+/// Up to this size a `put` that need not wait keeps the GIL.
+const COPY_WITH_GIL_BYTES: usize = 1 << 20;
+/// Up to this number a `take` that need not wait keeps the GIL.
+const TAKE_WITH_GIL: usize = 256;
 
 /// A bounded buffer of encoded trajectories.
 #[pyclass(frozen, module = "sao._core")]
@@ -60,6 +65,13 @@ impl Buffer {
             Source::new("payload", payload)?,
         );
         let (header, payload) = (header.bytes(), payload.bytes());
+        check_timeout(timeout_s)?;
+        // Giving the GIL up may cost its switch interval to come back, thousands of times what the copy takes.
+        if header.len() + payload.len() <= COPY_WITH_GIL_BYTES
+            && guard(|| self.buffer.try_put(header, payload, min_version))?
+        {
+            return Ok(None);
+        }
         let dropped = blocking(py, timeout_s, |pace| {
             self.buffer.put(header, payload, min_version, pace)
         })?;
@@ -75,6 +87,12 @@ impl Buffer {
     #[pyo3(signature = (n, timeout_s=None))]
     fn take(&self, py: Python<'_>, n: i64, timeout_s: Option<f64>) -> PyResult<Vec<Lease>> {
         let n = count(n)?;
+        check_timeout(timeout_s)?;
+        if (1..=TAKE_WITH_GIL).contains(&n) {
+            if let Some(leases) = guard(|| self.buffer.try_take(n))? {
+                return Ok(leases.into_iter().map(Lease::new).collect());
+            }
+        }
         let leases = blocking(py, timeout_s, |pace| self.buffer.take(n, pace))?;
         Ok(leases.into_iter().map(Lease::new).collect())
     }

@@ -46,19 +46,23 @@ impl Pace for Deadline {
     }
 }
 
+/// Refuses a timeout that is none.
+pub fn check_timeout(timeout_s: Option<f64>) -> PyResult<()> {
+    match timeout_s {
+        Some(seconds) if seconds.is_nan() || seconds < 0.0 => Err(validation(format!(
+            "timeout_s: {seconds} must be at least 0"
+        ))),
+        _ => Ok(()),
+    }
+}
+
 /// Runs a blocking core call without the GIL. `timeout_s` of `None` waits without end; 0 does not wait.
 pub fn blocking<T: Send>(
     py: Python<'_>,
     timeout_s: Option<f64>,
     call: impl FnOnce(&mut dyn Pace) -> sao_core::Result<T> + Send,
 ) -> PyResult<T> {
-    if let Some(seconds) = timeout_s {
-        if seconds.is_nan() || seconds < 0.0 {
-            return Err(validation(format!(
-                "timeout_s: {seconds} must be at least 0"
-            )));
-        }
-    }
+    check_timeout(timeout_s)?;
     let now = Instant::now();
     // Beyond what a clock can hold is as good as without end.
     let end =

@@ -1,12 +1,13 @@
 //! One trajectory in the buffer's memory.
 
 use super::Charge;
+use crate::pool::Pool;
 use crate::{Error, Result};
 
 /// An encoded trajectory in the buffer's memory.
 #[derive(Debug)]
 pub struct Item {
-    // Declared before `charge`: the memory is freed first, its bytes are given back after.
+    // `charge` gives the bytes back, after the memory was freed or given to the pool.
     pub(super) header: Blob,
     pub(super) payload: Blob,
     pub(super) min_version: i64,
@@ -30,6 +31,14 @@ impl Item {
     }
 }
 
+impl Drop for Item {
+    fn drop(&mut self) {
+        let shared = &self.charge.shared;
+        shared.pool.give(std::mem::take(&mut self.payload.data));
+        shared.bound_pool();
+    }
+}
+
 /// Bytes that start at a multiple of 64, so that arrays laid out at such offsets are aligned.
 #[derive(Debug)]
 pub(super) struct Blob {
@@ -41,9 +50,11 @@ const ALIGN: usize = 64;
 const PAGE: usize = 4096;
 
 impl Blob {
-    pub(super) fn copy(source: &[u8]) -> Result<Self> {
-        let mut data: Vec<u8> = Vec::new();
-        data.try_reserve_exact(source.len() + 2 * ALIGN)
+    pub(super) fn copy(source: &[u8], pool: &Pool) -> Result<Self> {
+        let bytes = source.len() + 2 * ALIGN;
+        let mut data = pool.get(bytes).unwrap_or_default();
+        data.clear();
+        data.try_reserve_exact(pool.rounded(bytes))
             .map_err(|_| Error::Full(format!("no memory for {} bytes", source.len())))?;
         let mut start = data.as_ptr().align_offset(ALIGN).min(ALIGN);
         // Some CPUs copy 10 to 25 times slower with `rep movsb` when the destination lies up to a cache line behind

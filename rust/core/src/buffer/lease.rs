@@ -20,11 +20,13 @@ impl Slot {
     }
 
     pub(super) fn publish(mut self, header: &[u8], payload: &[u8], min_version: i64) -> Result<()> {
-        let (header, payload) = (Blob::copy(header)?, Blob::copy(payload)?);
         let shared = match &self.charge {
             Some(charge) => charge.shared.clone(),
             None => return Ok(()),
         };
+        shared.bound_pool();
+        let pool = &shared.pool;
+        let (header, payload) = (Blob::copy(header, pool)?, Blob::copy(payload, pool)?);
         if shared.closed.load(Ordering::SeqCst) {
             return Err(closed());
         }

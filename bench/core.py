@@ -1,0 +1,252 @@
+"""The core beside what people use today, in the same run: `python bench/core.py [TOPIC]... [--quick]`.
+
+Topics are those of `sao bench`, whose rows are the first of each table; the peers that are installed come after them
+(queue.Queue, msgspec, seqpacker, faster-fifo, multiprocessing, id-echo, ray; numba and torch loops stand in `gae.py`).
+Writes results/core-<topic>.json with the machine's description.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sao import bench
+from sao.bench import workloads
+from sao.bench.measure import Row, machine, row, shown_rate, shown_time, times_us
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def queues(quick: bool) -> Iterator[Row]:
+    """In one process, two producers, one consumer: `queue.Queue` and the buffer, one by one and in batches."""
+    from sao import _core
+
+    count = 20_000 if quick else 100_000
+
+    def hand_over(how: str, put: Callable[[], Any], take: Callable[[], int]) -> Row:
+        def produce() -> None:
+            for _ in range(count):
+                put()
+
+        producers = [threading.Thread(target=produce) for _ in range(2)]
+        begin = time.perf_counter()
+        for producer in producers:
+            producer.start()
+        got = 0
+        while got < 2 * count:
+            got += take()
+        for producer in producers:
+            producer.join()
+        each = np.array([(time.perf_counter() - begin) / (2 * count) * 1e6])
+        return row("2 producers, 1 consumer, threads", "2 bytes", how, each, 1, "item")
+
+    for _ in range(1 if quick else 3):
+        plain: queue.Queue[bytes] = queue.Queue(1024)
+        yield hand_over("queue.Queue", lambda q=plain: q.put(b"p"), lambda q=plain: len(q.get()))  # type: ignore[misc]
+        core = _core.Buffer(1024, 1 << 20)
+
+        def take(core: _core.Buffer = core, n: int = 1) -> int:
+            for lease in core.take(n):
+                lease.commit()
+            return n
+
+        put = lambda c=core: c.put(b"h", b"p", min_version=0)  # noqa: E731
+        yield hand_over("sao", put, take)
+        yield hand_over("sao, taken by 64", put, lambda c=core: take(c, 64) if len(c) >= 64 else take(c))  # type: ignore[misc]
+
+
+def busy_thread(quick: bool) -> Iterator[Row]:
+    """A put while another Python thread computes."""
+    from sao import _core
+
+    stop = threading.Event()
+
+    def busy() -> None:
+        while not stop.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        core, plain = _core.Buffer(8, 1 << 24), queue.Queue(8)
+        payload = bytes(9 * 32_768)
+        n = 50 if quick else 300
+        for how, put in (
+            ("queue.Queue", lambda: plain.put((b"h", payload))),
+            ("sao", lambda: core.put(b"h", payload, min_version=0)),
+        ):
+            durations = []
+            for _ in range(n):
+                time.sleep(0.001)
+                begin = time.perf_counter_ns()
+                put()
+                durations.append((time.perf_counter_ns() - begin) / 1e3)
+                if how == "sao":
+                    core.take(1)[0].commit()
+                else:
+                    plain.get()
+            yield row("put while a Python thread is busy", "32768 tokens", how, np.array(durations), 1, "put")
+    finally:
+        stop.set()
+        thread.join()
+
+
+def codecs(quick: bool) -> Iterator[Row]:
+    """msgspec: typed, arrays as views; neither checks anything."""
+    if not find_spec("msgspec"):
+        return
+    import msgspec
+
+    class Blob(msgspec.Struct):
+        meta: dict[str, Any]
+        ids: memoryview
+        logprobs: memoryview
+        mask: memoryview
+        versions: memoryview
+
+    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Blob)
+    for n in (1_000, 32_768) if quick else (1_000, 32_768, 200_000):
+        segment = workloads.trajectory(n).segments[0]
+        versions = np.repeat(np.arange(100, 104, dtype=np.int32), -(-n // 4))[:n]
+        columns = (segment.token_ids, segment.logprobs, segment.action_mask.view(np.uint8), versions)
+        blob = Blob({"id": "0" * 26, "reward": 1.0, "env": "bench"}, *(memoryview(c).cast("B") for c in columns))
+        data = encoder.encode(blob)
+
+        def decode(data: bytes = data) -> list[np.ndarray]:
+            got = decoder.decode(data)
+            views = (got.ids, got.logprobs, got.mask, got.versions)
+            types = (np.int32, np.float32, np.uint8, np.int32)
+            return [np.frombuffer(view, dtype) for view, dtype in zip(views, types, strict=True)]
+
+        note = f"{len(data) / n:.2f} bytes a token, no checks"
+        budget_s = 0.2 if quick else 1.0
+        yield row(
+            "encode",
+            f"{n} tokens",
+            "msgspec, typed",
+            times_us(lambda b=blob: encoder.encode(b), budget_s),
+            len(data),
+            "B",
+            note,
+        )  # type: ignore[misc]
+        yield row("decode", f"{n} tokens", "msgspec, typed", times_us(decode, budget_s), len(data), "B", note)
+
+
+def packers(quick: bool) -> Iterator[Row]:
+    """seqpacker, its fastest two strategies."""
+    if not find_spec("seqpacker"):
+        return
+    import seqpacker
+
+    for name, lengths_of, capacity in (
+        ("agentic", workloads.agentic_lengths, 200_000),
+        ("reasoning", workloads.reasoning_lengths, 32_768),
+    ):
+        for n in (512, 8_192) if quick else (512, 8_192, 131_072):
+            lengths = lengths_of(n)
+            for strategy in ("ffd", "obfd"):
+                packer = seqpacker.Packer(capacity=capacity, strategy=strategy)
+                bins = len(packer.pack_flat(lengths)[1]) + 1
+                durations = times_us(lambda p=packer, x=lengths: p.pack_flat(x), 0.2 if quick else 1.0)  # type: ignore[misc]
+                yield row("pack", f"{n} {name}", f"seqpacker {strategy}", durations, n, "segment", f"{bins} bins")
+
+
+def processes(quick: bool) -> Iterator[Row]:
+    """Two producer processes to one consumer through queues that pickle."""
+    context = multiprocessing.get_context("spawn")
+    for tokens in (1_000, 32_768, 200_000):
+        size = 9 * tokens
+        count = max(100, min(4000, (1 << 27 if quick else 1 << 29) // size))
+        makers: dict[str, Callable[[], Any]] = {"multiprocessing.Queue": lambda: context.Queue(16)}
+        if find_spec("faster_fifo"):
+            import faster_fifo
+
+            makers["faster-fifo"] = lambda size=size: faster_fifo.Queue(max_size_bytes=20 * (size + 1000))
+        for how, make in makers.items():
+            fifo = make()
+            producers = [context.Process(target=_send, args=(fifo, size, count // 2)) for _ in range(2)]
+            for producer in producers:
+                producer.start()
+            stamps = []
+            for _ in range(count // 2 * 2):
+                fifo.get(timeout=60)
+                stamps.append(time.perf_counter())
+            for producer in producers:
+                producer.join(60)
+            each = np.full(2, np.diff(stamps[20:]).mean() * 1e6)
+            note = f"{size / each[0] / 1e3:.2f} GB/s"
+            yield row("2 producers, full speed", f"{tokens} tokens", how, each, 1, "payload", note)
+        if find_spec("ray") and not quick:
+            yield _ray(size, tokens, min(count, 300))
+
+
+def _send(fifo: Any, size: int, count: int) -> None:
+    payload = bytes(size)
+    for _ in range(count):
+        fifo.put((b"h" * 400, payload), timeout=60)
+
+
+def _ray(size: int, tokens: int, count: int) -> Row:
+    import ray
+    from ray.util.queue import Queue
+
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
+    try:
+        fifo = Queue(16)
+        send = ray.remote(_send)
+        tasks = [send.remote(fifo, size, count // 2) for _ in range(2)]
+        stamps = []
+        for _ in range(count // 2 * 2):
+            fifo.get(timeout=60)
+            stamps.append(time.perf_counter())
+        ray.get(tasks)
+        each = np.full(2, np.diff(stamps[20:]).mean() * 1e6)
+        return row("2 producers, full speed", f"{tokens} tokens", "ray.util.queue", each, 1, "payload")
+    finally:
+        ray.shutdown()
+
+
+PEERS: dict[str, tuple[Callable[[bool], Iterator[Row]], ...]] = {
+    "buffer": (queues, busy_thread),
+    "pack": (packers,),
+    "wire": (codecs,),
+    "transport": (processes,),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("topics", nargs="*", choices=[*bench.TOPICS, []], help="default: all")
+    parser.add_argument("--quick", action="store_true")
+    arguments = parser.parse_args()
+    for topic in arguments.topics or bench.TOPICS:
+        described = machine()
+        rows = list(bench.run(topic, quick=arguments.quick))
+        for peer in PEERS.get(topic, ()):
+            rows += peer(arguments.quick)
+        print(f"\n{topic}")
+        for one in rows:
+            times = "  ".join(f"{shown_time(us):>9}" for us in (one.p50_us, one.p99_us, one.max_us))
+            print(
+                f"{one.what:32}  {one.size:30}  {one.how:24}  {times}  {shown_rate(one.per_s, one.unit):>16}  "
+                + one.note
+            )
+        RESULTS.mkdir(exist_ok=True)
+        result = {"machine": described, "rows": [asdict(one) | {"per_s": one.per_s} for one in rows]}
+        (RESULTS / f"core-{topic}.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(", ".join(f"{name} {value}" for name, value in machine().items()))
+
+
+if __name__ == "__main__":
+    main()
