@@ -64,6 +64,7 @@ lint: $(VENV)/.core
 
 rust-test: $(VENV)/.core
 	cargo test --workspace --quiet
+	scripts/loom.sh
 
 pytest: $(VENV)/.vllm
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(ARGS)
@@ -72,6 +73,11 @@ evidence: $(VENV)/.vllm
 	@for script in $(filter-out bench/common.py, $(wildcard bench/*.py)); do \
 		echo "== $$script"; $(BIN)/python $$script || exit 1; \
 	done
+	scripts/loom.sh
+	scripts/tsan.sh
+	scripts/fuzz.sh wire 3600
+	scripts/fuzz.sh ledger 3600
+	scripts/instructions.sh
 
 clean:
 	cargo clean --quiet

@@ -132,6 +132,26 @@ def replay(
 
 
 @app.command()
+def bench(
+    topics: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[buffer|pack|advantage|wire|ledger|transport|weights]...", help="default: all", show_default=False
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="fewer repetitions, smaller largest sizes")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="write rows and machine here too")
+    ] = None,
+) -> None:
+    """Measure the parts on this machine: latency percentiles and throughput, at three sizes each."""
+    from sao.bench import report
+
+    with _faults():
+        report.show(topics or [], quick=quick, json_file=json_file)
+
+
+@app.command()
 def doctor() -> None:
     """Show what this installation has and lacks, and remove what killed runs left behind."""
     from sao.runtime import doctor as runtime
