@@ -1,6 +1,6 @@
 """A learner step over packed rows beside padded ones, on heavy-tailed lengths: time, peak memory, positions computed.
 
-* packed: what the learner does.
+* packed: what the learner does, rows in classes of lengths; packed, one class: all rows as wide as the longest segment.
 * padded: one segment a row, in order of arrival, rows of a micro-batch as long as its longest segment.
 * padded, sorted: the same, segments sorted by length first.
 
@@ -52,10 +52,13 @@ def padded_plan(lengths: np.ndarray, by_length: bool) -> SimpleNamespace:
 
 def run(how: str) -> None:
     from sao.learner import step
+    from sao.learner.plan import plan_segments
     from sao.learner.step import Learner
 
-    if how != "packed":
+    if how.startswith("padded"):
         step.plan_rows = lambda batch, *_: padded_plan(batch.lengths, how.endswith("sorted"))
+    elif how != "packed":
+        step.plan_rows = lambda batch, *bound: plan_segments(batch.lengths, *bound[:4], masked=False)
     built: list[Any] = []
     make = step.micro_batches
     step.micro_batches = lambda *arguments: built.append(made := make(*arguments)) or made
@@ -87,7 +90,7 @@ def main() -> None:
         run(**json.loads(arguments.case))
         return
     tokens, rows = int(heavy_tailed().sum()), []
-    for how in ("packed", "padded", "padded, sorted"):
+    for how in ("packed", "packed, one class", "padded", "padded, sorted"):
         got = child(__file__, how=how)
         waste = 100 * (1 - tokens / got["positions"])
         memory = got[PEAK] / 2**20

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from sao import _core
 from sao.errors import ValidationError
 from sao.learner.attention import FLASH, SDPA, mask
+from sao.learner.plan import LINEAR_COST, Plan, plan_segments
 
 if TYPE_CHECKING:
     from sao.trajectory import Trajectory
@@ -152,20 +153,19 @@ def flatten(trajectories: Sequence[Trajectory], version: int, *, summaries: bool
     )
 
 
-def plan_rows(batch: Batch, ranks: int, row_tokens: int, rows_per_micro_batch: int) -> Any:
-    """The packing plan of a batch (`sao._core.plan`), the same on every rank.
+def plan_rows(
+    batch: Batch,
+    ranks: int,
+    row_tokens: int,
+    rows_per_micro_batch: int,
+    linear_cost: float = LINEAR_COST,
+    attention: str = SDPA,
+) -> Plan:
+    """The plan of a batch, the same on every rank; see `plan.plan_segments`.
 
-    A dense attention mask costs rows * length^2, so rows are made as short as the longest segment allows and as many
-    more of them go into a micro-batch: `row_tokens * rows_per_micro_batch` tokens stay the bound of a micro-batch.
     Raises `ValidationError` if a segment is longer than `row_tokens`.
     """
-    lengths = batch.lengths
-    longest = int(lengths.max())
-    if longest > row_tokens:
-        raise ValidationError(
-            f"segment {int(lengths.argmax())}: {longest} tokens exceed learner.row_tokens = {row_tokens}"
-        )
-    return _core.plan(lengths, ranks, longest, row_tokens * rows_per_micro_batch // longest)
+    return plan_segments(batch.lengths, ranks, row_tokens, rows_per_micro_batch, linear_cost, masked=attention == SDPA)
 
 
 def micro_batches(batch: Batch, plan: Any, rank: int, device: torch.device, attention: str = SDPA) -> list[MicroBatch]:
@@ -182,7 +182,7 @@ def micro_batches(batch: Batch, plan: Any, rank: int, device: torch.device, atte
 
 def _build(
     batch: Batch,
-    plan: Any,
+    plan: Plan,
     segments: NDArray[np.int64],
     temperatures: NDArray[np.float32],
     device: torch.device,

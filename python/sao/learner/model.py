@@ -192,6 +192,18 @@ def check_packing(lm: Any, context_tokens: int, path: str | Path, attention: str
         )
 
 
+def linear_cost(model: Policy | Critic) -> float:
+    """Cost of a token in a model's layers beside attention, in units of a pair of tokens in attention, for the plan.
+
+    Two floating-point operations for each of the P parameters of L layers, against 4 * width * L for a pair of tokens.
+    Experts that a token does not use are counted too.
+    """
+    lm = model.lm if isinstance(model, Policy) else model.backbone
+    layers = _layers(model)
+    parameters = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+    return max(1.0, parameters / (2.0 * lm.config.get_text_config().hidden_size * max(1, len(layers))))
+
+
 def shard(model: Any, config: Config, world: World) -> Any:
     """Moves a model to the rank's device and shards it with FSDP2: every decoder layer, then the rest.
 
@@ -202,7 +214,7 @@ def shard(model: Any, config: Config, world: World) -> Any:
     """
     dtype, offload = config.model.dtype, config.learner.offload_optimizer
     model.to(world.device)
-    layers = [layer for group in model.modules() if _is_layer_list(group) for layer in group]
+    layers = _layers(model)
     if config.model.activation_checkpointing:
         for layer in layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
@@ -223,6 +235,10 @@ def shard(model: Any, config: Config, world: World) -> Any:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def _layers(model: nn.Module) -> list[Any]:
+    return [layer for group in model.modules() if _is_layer_list(group) for layer in group.children()]
 
 
 def _is_layer_list(module: nn.Module) -> bool:

@@ -34,8 +34,9 @@ from sao.learner.batch import flatten, micro_batches, plan_rows
 from sao.learner.critic_update import CriticUpdate
 from sao.learner.export import export, full_tensors
 from sao.learner.metrics import Clock, describe, describe_advantages
-from sao.learner.model import Critic, Policy, load_critic, load_policy
+from sao.learner.model import Critic, Policy, linear_cost, load_critic, load_policy
 from sao.learner.optim import Optimizer
+from sao.learner.plan import LINEAR_COST
 from sao.learner.policy_update import PolicyUpdate
 from sao.learner.record import Record
 from sao.learner.work import Work
@@ -82,17 +83,20 @@ class Learner:
         torch.manual_seed(config.run.seed)
         learner = config.learner
         steps, self._attention = config.run.steps, choose(config, self.world.device)
+        self._linear_cost = LINEAR_COST
         self._policy_update: PolicyUpdate | None = None
         if config.run.task == "train":
             policy = load_policy(config, self.world)
             optimizer = Optimizer(policy, learner.policy_lr, learner, steps, self.world)
             self._policy_update = PolicyUpdate(config, self.world, policy, optimizer)
+            self._linear_cost = linear_cost(policy)
         self._baseline = Baseline(config)
         self._critic_update: CriticUpdate | None = None
         if config.algorithm.has_critic:
             critic = load_critic(config, self.world)
             optimizer = Optimizer(critic, learner.critic_lr, learner, steps, self.world)
             self._critic_update = CriticUpdate(config, self.world, critic, optimizer)
+            self._linear_cost = linear_cost(critic)
         self.version = 0
         self.steps = 0
         self.skipped_total = 0
@@ -152,7 +156,8 @@ class Learner:
         clock, learner = Clock(), self.config.learner
         with clock.of("plan"):
             batch = flatten(trajectories, self.version, summaries=self.config.compaction.train_summaries)
-            plan = plan_rows(batch, self.world.size, learner.row_tokens, learner.rows_per_micro_batch)
+            bound = (learner.row_tokens, learner.rows_per_micro_batch)
+            plan = plan_rows(batch, self.world.size, *bound, self._linear_cost, self._attention)
             self.world.agree("batch and plan", (int(plan.hash) ^ batch.checksum()) & (2**64 - 1))
             micro = micro_batches(batch, plan, self.world.rank, self.world.device, self._attention)
             work = Work(batch, micro, clock, describe(batch, self.config.env.success_reward))
