@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from learner.rollouts import make_config, make_segment, make_trajectory
 
+from sao import faults
+from sao.checkpoints import Ordinals
 from sao.config import save
-from sao.errors import LearnerError, TransportError, WireError
+from sao.errors import CheckpointError, LearnerError, TransportError, WireError
 from sao.learner import actor
 from sao.learner.step import Learner
 from sao.learner.world import World
@@ -30,7 +32,7 @@ class Broker:
     def call(self, kind, body=None, frames=(), deadline_s=None):
         self.calls.append((kind, body))
         future = Future()
-        if kind == "commit":
+        if kind in ("commit", "event"):
             future.set_result(Message("ack", {}))
             return future
         answer = self.script.pop(0)
@@ -150,3 +152,33 @@ def test_the_program_names_what_is_missing(tiny_model, tmp_path):
     (tmp_path / "config.json").write_text('{"modell": {}}')
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2 and "modell: unknown section" in ended.stderr
+
+
+def test_a_task_that_was_trained_before_is_refused(setup):
+    config, learner, checkpoints = setup()
+    first, again = batch_message(rollouts(0), 0), batch_message(rollouts(0), 1)
+    broker = Broker(lambda future: future.set_result(first), lambda future: future.set_result(again))
+    with pytest.raises(LearnerError, match=r"batch 1: tasks \[1000, 1001, 1002\] were trained before"):
+        actor.train(config, learner, WORLD, broker, checkpoints)
+    assert learner.steps == 1
+    resumed = Ordinals([[1000, 1003]])
+    with pytest.raises(LearnerError, match="were trained before"):
+        broker = Broker(lambda future: future.set_result(again))
+        actor.train(config, learner, WORLD, broker, checkpoints, resumed)
+
+
+def test_a_checkpoint_that_cannot_be_saved_is_reported_unless_it_is_the_last(setup, monkeypatch):
+    config, learner, checkpoints = setup(learner__save_every_steps=1)
+    faults._reached.clear()
+    monkeypatch.setenv(faults.FAIL, "save.state:1")
+    broker = Broker((rollouts(0), 0), (rollouts(1), 1), (rollouts(2), 2))
+    assert actor.train(config, learner, WORLD, broker, checkpoints) == "3 steps done"
+    (event,) = [body for kind, body in broker.calls if kind == "event"]
+    assert event["level"] == "error" and "checkpoint not saved: step 1" in event["text"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-2", "step-3"]
+    assert all("time/save_s" in commit["metrics"] for commit in broker.commits)
+    faults._reached.clear()
+    monkeypatch.setenv(faults.FAIL, "save.state:1")
+    config, learner, _ = setup(run__steps=1)
+    with pytest.raises(CheckpointError, match="the last checkpoint could not be saved: step 1"):
+        actor.train(config, learner, WORLD, Broker((rollouts(0), 0)), checkpoints.with_name("other"))
