@@ -5,7 +5,7 @@
 * padded, sorted: the same, segments sorted by length first.
 
 Same model, same bound on the positions of a micro-batch, same results; CPU seconds of one thread, each case in a
-process of its own. Memory is the peak less that of a process that has made a step on three short segments. `python bench/packed_step.py`
+process of its own. Memory is the peak less that of a process that has made a step on three short segments.
 """
 
 from __future__ import annotations
