@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -53,6 +54,7 @@ def write_model(
     (`backbone.*`, `head.*`).
     """
     policy.lm.save_pretrained(folder, state_dict=tensors)
+    _write_index(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
     if critic_tensors is not None:
@@ -78,6 +80,18 @@ def write_critic(critic: Critic, target: Path, dtype: str, facts: dict[str, Any]
     (temporary / "pretraining.json").write_text(json.dumps(facts, indent=2) + "\n")
     shutil.rmtree(target, ignore_errors=True)
     temporary.rename(target)
+
+
+def _write_index(folder: Path) -> None:
+    """Says which files are the model's: vLLM would take every safetensors file in the folder, the critic's too."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():  # of a model in several files
+        return
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        names = list(file.keys())
+    size = (folder / "model.safetensors").stat().st_size
+    weight_map = dict.fromkeys(sorted(names), "model.safetensors")
+    index.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2) + "\n")
 
 
 def export(
