@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from sao import config as configuration
 from sao.checkpoints import STATE, Draft, Ordinals, newest
+from sao.cli import app
 from sao.config import Config
 from sao.errors import CheckpointError, ConfigError, LedgerError
 from sao.runtime import folders, launch, preflight, resume, train
@@ -259,3 +261,30 @@ def test_metrics_go_on_after_a_torn_line_and_lost_steps_do_not_count(tmp_path):
     assert [r["kind"] for r in records] == ["step"] * 3 + ["eval", "resume"] + ["step"] * 3
     assert [(r["step"], r["x"]) for r in surviving(records) if r["kind"] == "step"] == [(1, 1), (2, 2), (3, 2), (4, 2)]
     assert not [r for r in surviving(records) if r["kind"] == "eval"]
+
+
+def test_a_dry_run_says_where_it_would_go_on_and_changes_nothing(run):
+    with ledger_of(run) as ledger:
+        for number in (1, 2):
+            step(run, ledger, number, save=True)
+    (run.folder / "checkpoints" / "step-2" / "manifest.json").unlink()
+    before = sorted(run.folder.rglob("*"))
+    text = train.describe(run, resume=True)
+    assert sorted(run.folder.rglob("*")) == before
+    assert "--resume-step 1" in text and f"--checkpoint {run.folder.resolve()}/checkpoints/step-1" in text
+    assert "# warning: " in text and "step-2: no manifest.json" in text
+
+
+def test_a_run_is_replaced_or_goes_on_but_not_both(run_file):
+    result = CliRunner().invoke(app, ["train", str(run_file), "--overwrite", "--resume"])
+    assert result.exit_code == 2 and "--overwrite and --resume" in result.output
+    absent = CliRunner().invoke(app, ["train", str(run_file), "--resume"])
+    assert absent.exit_code == 2 and "holds no run" in absent.output
+
+
+def test_what_is_missing_for_a_replay_is_said(tmp_path):
+    nothing = CliRunner().invoke(app, ["replay", str(tmp_path), "3"])
+    assert nothing.exit_code == 2 and "holds no run" in nothing.output
+    (tmp_path / "config.json").write_text("{}")
+    none = CliRunner().invoke(app, ["replay", str(tmp_path), "3"])
+    assert none.exit_code == 2 and "none is recorded: set telemetry.keep_trajectories" in none.output
