@@ -118,3 +118,11 @@ def test_every_marker_of_an_optional_package_names_an_extra_that_exists():
     for path in (ROOT / "python").rglob("*.py"):
         for extra in re.findall(r"pip install 'sao\[(\w+)\]'", path.read_text()):
             assert extra in extras, f"{path}: {extra}"
+
+
+def test_the_native_core_is_small() -> None:
+    from sao import _core
+
+    assert _core.__file__ is not None
+    size = Path(_core.__file__).stat().st_size
+    assert size < 10 * 2**20, f"{size} bytes; the wheel that holds it compressed must stay below 10 MiB"

@@ -28,6 +28,7 @@ _PLACE = struct.Struct("<QQQ")  # ticket, offset, length
 _ACK = struct.Struct("<Q")  # tickets below this are free
 _MAGIC = b"SAO1"
 _ALIGN = 64
+_RELEASES = 4  # told at once; few, because a sender may have room for few
 _MAX_BYTES = 1 << 40
 
 
@@ -131,6 +132,7 @@ class _Peer:
     view: memoryview
     released: set[int] = field(default_factory=set)
     below: int = 0  # all tickets below this are released
+    told: int = 0  # what the sender knows of that
 
 
 class Received:
@@ -175,23 +177,29 @@ class SharedReceiver:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_ms = None if deadline is None else max(0, int((deadline - time.monotonic()) * 1e3) + 1)
-            if not self._socket.get(zmq.EVENTS) & zmq.POLLIN and not self._socket.poll(left_ms):
-                raise DeadlineError(f"waited {timeout_s} s for a payload")
+            if not self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+                for peer in self._peers.values():
+                    self._tell(peer)
+                if not self._socket.poll(left_ms):
+                    raise DeadlineError(f"waited {timeout_s} s for a payload")
             identity, first, *rest = self._socket.recv_multipart()
             if not rest:
                 self._peers[identity] = _map(identity, first)
                 continue
-            peer = self._peers.get(identity)
-            if peer is None or len(rest) != 1 or len(rest[0]) != _PLACE.size:
+            sender = self._peers.get(identity)
+            if sender is None or len(rest) != 1 or len(rest[0]) != _PLACE.size:
                 raise TransportError(f"shared memory: unexpected message of {1 + len(rest)} frames")
             ticket, offset, length = _PLACE.unpack(rest[0])
-            if offset + length > len(peer.view):
-                raise TransportError(f"shared memory: {length} bytes at {offset} of {len(peer.view)}")
-            return Received(self, peer, ticket, first, peer.view[offset : offset + length].toreadonly())
+            if offset + length > len(sender.view):
+                raise TransportError(f"shared memory: {length} bytes at {offset} of {len(sender.view)}")
+            return Received(self, sender, ticket, first, sender.view[offset : offset + length].toreadonly())
 
     def close(self) -> None:
-        """Closes the socket; memory stays mapped as long as a payload that was not released is in use."""
-        self._socket.close()
+        """Tells all releases and closes the socket; memory stays mapped while a payload in it is in use."""
+        if not self._socket.closed:
+            for peer in self._peers.values():
+                self._tell(peer)
+            self._socket.close()
         self._peers.clear()
 
     def _release(self, peer: _Peer, ticket: int) -> None:
@@ -204,7 +212,14 @@ class SharedReceiver:
         while peer.below in peer.released:
             peer.released.remove(peer.below)
             peer.below += 1
-        self._socket.send_multipart((peer.identity, _ACK.pack(peer.below)))
+        # While more is waiting to be received, several releases are told at once; before a pause, all are.
+        if peer.below - peer.told >= _RELEASES or not self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+            self._tell(peer)
+
+    def _tell(self, peer: _Peer) -> None:
+        if peer.told < peer.below:
+            self._socket.send_multipart((peer.identity, _ACK.pack(peer.below)))
+            peer.told = peer.below
 
     def __enter__(self) -> SharedReceiver:
         return self
