@@ -23,7 +23,8 @@ from common import RESULTS, machine  # noqa: E402
 from tests.e2e.kills import Story  # noqa: E402
 
 PER_STORY = {"plain": 13, "torch": 10}
-STEPS = {"plain": 30, "torch": 24}
+STEPS = {"plain": 60, "torch": 40}
+SLOWEST_S = {"plain": 3.0, "torch": 8.0}  # of a kill at a random time after the start
 
 
 def tell(folder: Path, model: Path, learner: str, seed: int, kills: int) -> Story:
@@ -31,7 +32,7 @@ def tell(folder: Path, model: Path, learner: str, seed: int, kills: int) -> Stor
     began = time.monotonic()
     discipline = "window" if seed % 2 else "completion"
     story = Story(folder / f"{learner}-{seed}", model, learner, seed, steps=STEPS[learner], discipline=discipline)
-    story.play(kills)
+    story.play(kills, SLOWEST_S[learner])
     story.check()
     seconds, total = time.monotonic() - began, story.kills.total()
     print(f"seed {seed}: {learner}, {discipline}: {total} kills {dict(story.kills)} in {seconds:.0f} s", flush=True)

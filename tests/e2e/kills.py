@@ -107,9 +107,8 @@ class Story:
         for number in range(count):
             if rng.random() < 0.75:
                 name = rng.choice([p for p in POINTS if number or p not in ("learner.restored", "ledger.rewound")])
-                often = 1 if name in ("learner.restored", "ledger.rewound", "supervisor.started") else 6
-                few = 3 if name.startswith("save.") else often
-                found.append(Wish(point=f"{name}:{rng.randint(1, few)}"))
+                often = 1 if name in ("learner.restored", "ledger.rewound", "supervisor.started") else 3
+                found.append(Wish(point=f"{name}:{rng.randint(1, often)}"))
             else:
                 found.append(Wish(role=rng.choice(list(ROLES)), after_s=rng.uniform(0.1, slowest_s)))
         return found
@@ -171,7 +170,7 @@ class Story:
         records = sinks.read(metrics) if metrics.exists() else []
         return [str(r.get("text") or r.get("reason") or "") for r in records if r["kind"] in ("event", "end")]
 
-    def play(self, kills: int, slowest_s: float = 6.0) -> None:
+    def play(self, kills: int, slowest_s: float = 4.0) -> None:
         """Kills and resumes until so many processes were killed or the run is complete, then lets it end."""
         for wish in self.wishes(10 * kills, slowest_s):
             if self.kills.total() >= kills or self.complete:
