@@ -1,7 +1,8 @@
 """Log-probs of chosen tokens in chunks beside all at once: time and peak memory of forward and backward pass.
 
-A head of 32,000 x 256 over n hidden states, float32, one thread; every case in a process of its own. Memory is the peak
-resident size less that of a process that has the same tensors and computes 16 tokens. `python bench/logprob.py`
+A head of 32,000 x 256 over n hidden states, float32, one thread; every case in processes of its own, one for the time
+and one for the memory. Memory is the peak of live tensors, less that of a process that has the same tensors and
+computes 16 tokens. `python bench/logprob.py`
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ def main() -> None:
         return
     rows: list[list[Any]] = []
     for n in (1024, 2048, 4096, 16_384):
-        base = child(__file__, n=n, chunk=n, computed=16)[PEAK]
+        base = child(__file__, live=True, n=n, chunk=n, computed=16)[PEAK]
         for name, chunk in (("at once", n), ("chunks of 1024", 1024), ("chunks of 256", 256)):
             if name == "at once" and n > LARGEST_PLAIN:
                 continue
-            got = child(__file__, n=n, chunk=chunk, computed=n)
-            logits = n * VOCABULARY * 4 / 2**20
-            rows.append([n, name, got["seconds"], (got[PEAK] - base) / 2**20, logits])
+            case = {"n": n, "chunk": chunk, "computed": n}
+            seconds, peak = child(__file__, **case)["seconds"], child(__file__, live=True, **case)[PEAK]
+            rows.append([n, name, seconds, (peak - base) / 2**20, n * VOCABULARY * 4 / 2**20])
     columns = ["tokens", "how", "CPU s", "peak MiB", "all logits MiB"]
     report("logprob", columns, rows, f"head {VOCABULARY} x {WIDTH}, float32, forward and backward")
 
