@@ -70,7 +70,7 @@ pytest: $(VENV)/.vllm
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(ARGS)
 
 evidence: $(VENV)/.vllm
-	@for script in $(filter-out bench/common.py, $(wildcard bench/*.py)); do \
+	@for script in $(filter-out bench/common.py bench/learner.py, $(wildcard bench/*.py)); do \
 		echo "== $$script"; $(BIN)/python $$script || exit 1; \
 	done
 	scripts/loom.sh
