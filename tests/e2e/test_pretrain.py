@@ -33,7 +33,7 @@ def test_a_critic_is_pretrained_and_a_learner_starts_from_it(tmp_path: Path, tin
     steps = [row for row in sinks.read(folder / "metrics.jsonl") if row["kind"] == "step"]
     assert [step["step/version"] for step in steps] == [0, 0, 0] and not (folder / "checkpoints").exists()
     assert not [name for step in steps for name in step if name.startswith("policy/")]
-    assert {"loss/critic_2", "time/idle_share", "broker/busy_share"} <= steps[-1].keys()
+    assert {"loss/critic_2", "time/idle_share", "broker/generators"} <= steps[-1].keys()
     learner = Learner(load(run_file, [f"learner.critic_path={folder / 'critic'}"]))
     written = load_file(folder / "critic" / "critic.safetensors")
     assert written.keys() == dict(learner.critic.named_parameters()).keys()
