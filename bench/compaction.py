@@ -23,7 +23,6 @@ ROOT = Path(__file__).parents[1]
 EXAMPLE = "examples/compaction"
 RESULT = RESULTS / "compaction.json"
 MODEL = "runs/compaction-model"
-STEPS = 50
 LIMIT_S = 900.0
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "default": ("summaries trained, token mean, paper's credit", ()),
@@ -44,7 +43,6 @@ def train(arm: str, seed: int, runs: Path, lock: str | None) -> dict[str, Any]:
         f"run.dir={runs}",
         f"run.seed={seed}",
         "run.target_success=1.0",
-        f"run.steps={STEPS}",
         *ARMS[arm][1],
     ]
     command += ["telemetry.tensorboard=false", "telemetry.plot=false"]
