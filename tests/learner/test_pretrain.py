@@ -9,7 +9,8 @@ from learner.rollouts import make_config, make_segment, make_trajectory, random_
 from learner.test_actor import Broker
 
 from sao.algorithms.value import value_moments
-from sao.config import ValuePretrainingSection, parse
+from sao.config import parse
+from sao.config_sections import ValuePretrainingSection
 from sao.errors import ConfigError, LearnerError
 from sao.learner.pretrain import Progress, pretrain
 from sao.learner.step import Learner

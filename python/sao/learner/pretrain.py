@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from sao.algorithms.value import explained_variance
-from sao.config import Config, ValuePretrainingSection
+from sao.config import Config
+from sao.config_sections import ValuePretrainingSection
 from sao.errors import LearnerError
 from sao.learner.actor import Connection, commit, decode_all, take
 from sao.learner.export import write_critic
