@@ -16,6 +16,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Layers from top to bottom. A module may import from its own part and from lower layers only; the parts of one layer
 # do not know each other, except where `PEERS` says so.
+CONFIG = ("config", "config_sections", "config_estimators", "config_faults")
 LAYERS = [
     {"cli"},
     {"runtime", "bench"},
