@@ -45,10 +45,10 @@ def train(
     ] = False,
 ) -> None:
     """Train: start broker, generators and learner on this machine, and end them all when the run is over."""
-    from sao import config
-    from sao.runtime import train as runtime
-
     with _faults():
+        from sao import config
+        from sao.runtime import train as runtime
+
         if overwrite and resume:
             raise ConfigError("--overwrite and --resume: the run is either replaced or goes on")
         resolved = config.load(run_file, overrides or [])
@@ -68,10 +68,10 @@ def pretrain_value(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the run folder of this name")] = False,
 ) -> None:
     """Train only a critic, on rollouts of the start policy, for `learner.critic_path` of a later run."""
-    from sao import config
-    from sao.runtime import pretrain as runtime
-
     with _faults():
+        from sao import config
+        from sao.runtime import pretrain as runtime
+
         resolved = config.load(run_file, overrides or [])
         if dry_run:
             typer.echo(runtime.describe(resolved, overwrite=overwrite))
@@ -89,10 +89,10 @@ def evaluate(
 ) -> None:
     """Measure a model folder: held-out success in the run's environment, in this process."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bars of packages; read when those are imported
-    from sao import config
-    from sao.runtime import evaluate as runtime
-
     with _faults():
+        from sao import config
+        from sao.runtime import evaluate as runtime
+
         resolved = config.load(run_file, [*(overrides or []), f"model.path={str(model_folder)!r}"])
         typer.echo(runtime.evaluate(resolved))
 
@@ -111,9 +111,9 @@ def inspect(
     """Show recorded trajectories: all of a step, or one as its segments, token by token."""
     from rich.console import Console
 
-    from sao.telemetry import inspection
-
     with _faults():
+        from sao.telemetry import inspection
+
         inspection.show(path, Console(), step=step, trajectory=trajectory, colour=colour)
 
 
@@ -123,9 +123,9 @@ def replay(
     step: Annotated[int, typer.Argument(metavar="STEP", help="a recorded step", show_default=False)],
 ) -> None:
     """Make a recorded step again, from the checkpoint before it; exit code 1 unless every bit is the same."""
-    from sao.runtime import replay as runtime
-
     with _faults():
+        from sao.runtime import replay as runtime
+
         text, same = runtime.replay(run, step)
         typer.echo(text)
         raise typer.Exit(0 if same else 1)
@@ -145,9 +145,9 @@ def bench(
     ] = None,
 ) -> None:
     """Measure the parts on this machine: latency percentiles and throughput, at three sizes each."""
-    from sao.bench import report
-
     with _faults():
+        from sao.bench import report
+
         report.show(topics or [], quick=quick, json_file=json_file)
 
 

@@ -46,6 +46,8 @@ class Result:
 def evaluate(config: Config) -> Result:
     """Plays `eval.episodes` held-out episodes, the same tasks as in the run's own evaluations.
 
+    An episode that is not over after `transport.rollout_timeout_s` is a failure.
+
     Raises `ConfigError` before anything is loaded, `EngineError` when the engine fails.
     """
     preflight.check(config, run_folder=False)
@@ -69,9 +71,15 @@ async def _play_all(
             task = Task(index, 0, task_seed(config.run.seed, "eval", index), "eval")
             env = registry.make(config.env.name, **config.env.args)
             try:
-                trajectory = await run_episode(
-                    engine, env, renderer, task, config, sampling_seed=seed, compactor=compactor
-                )
+                async with asyncio.timeout(config.transport.rollout_timeout_s) as limit:
+                    trajectory = await run_episode(
+                        engine, env, renderer, task, config, sampling_seed=seed, compactor=compactor
+                    )
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                failures["deadline"] += 1
+                return
             except EnvironmentFailure as failure:
                 failures[failure.reason] += 1
                 return
