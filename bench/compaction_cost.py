@@ -58,7 +58,10 @@ def measure(overrides: tuple[str, ...], folder: Path, steps: int) -> dict[str, A
     from sao.learner.step import Learner
     from sao.trajectory import Trajectory
 
-    settings = (f"model.path={folder}", "learner.critic_warmup_steps=0", *overrides)
+    # The same rollouts in every step, with the script's log-probs: no token may be too old or out of the band, or the
+    # policy's pass would be left out.
+    whole = ("staleness.max_lag=1000", "algorithm.eps_low=0.999999", "algorithm.eps_high=1e30", "learner.policy_lr=0.0")
+    settings = (f"model.path={folder}", "learner.critic_warmup_steps=0", *whole, *overrides)
     config = load(ROOT / "examples" / "compaction" / "run.toml", settings)
     renderer = Renderer(folder)
     compactor = Compactor(config, renderer) if config.compaction.enabled else None
@@ -84,8 +87,9 @@ def measure(overrides: tuple[str, ...], folder: Path, steps: int) -> dict[str, A
     durations = []
     for _ in range(steps):
         begin = time.process_time()
-        learner.step(trajectories)
+        done = learner.step(trajectories)
         durations.append(time.process_time() - begin)
+        assert done.metrics["tokens/masked"] == 0, done.metrics
     actions = sum(trajectory.n_actions for trajectory in trajectories)
     return {
         "rows": sum(len(trajectory.segments) for trajectory in trajectories),
@@ -111,7 +115,7 @@ def main() -> None:
         make_model(Path(folder))
         for arm in ARMS:
             command = [sys.executable, __file__, "--arm", arm, "--model", folder, "--steps", str(args.steps)]
-            done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+            done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
             found = json.loads(done.stdout.splitlines()[-1])
             per_action_us = 1e6 * found["seconds"] / found["actions"]
             per_row = found["tokens"] / found["actions"]
