@@ -35,6 +35,7 @@ class Actor:
         *,
         on_join: Callable[[Peer], dict[str, Any]],
         on_leave: Callable[[Peer, str], None],
+        commit: Callable[[], None] | None = None,
         max_message_bytes: int = 1 << 28,
         heartbeat_s: float = 1.0,
         peer_timeout_s: float = 15.0,
@@ -47,6 +48,7 @@ class Actor:
             heartbeat_s=heartbeat_s,
             peer_timeout_s=peer_timeout_s,
         )
+        self._commit = commit
         self._handlers: dict[str, tuple[Handler, frozenset[str]]] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -93,6 +95,9 @@ class Actor:
     def run(self) -> None:
         """Serves until `stop`. Errors of `sao` in handlers are answered to the peer; any other exception ends the
         loop.
+
+        `commit()` is called once a turn of the loop: after all that had arrived was handled (at most 256 messages) and
+        before anything of what handlers and timers said is sent. What makes decisions durable belongs there.
         """
         poller = zmq.Poller()
         poller.register(self.mailbox.socket, zmq.POLLIN)
@@ -101,6 +106,8 @@ class Actor:
             poller.poll(max(0, int((self._timers[0][0] - time.monotonic()) * 1000) + 1))
             with suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
+            if self._commit is not None:
+                self.mailbox.hold()
             while self._calls and not self._stopped:
                 self._calls.popleft()()
             for request in self.mailbox.receive(256):
@@ -110,6 +117,9 @@ class Actor:
             now = time.monotonic()
             while self._timers and self._timers[0][0] <= now and not self._stopped:
                 heapq.heappop(self._timers)[2]()
+            if self._commit is not None:
+                self._commit()
+                self.mailbox.release()
 
     def close(self, linger_s: float = 1.0) -> None:
         """Closes the socket after giving queued messages `linger_s` seconds to leave."""

@@ -8,7 +8,7 @@ twice.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from sao.transport.messages import Buffer, Message
@@ -82,6 +82,25 @@ class Link:
         while self._due and self._due[0][1] not in self._out:
             heapq.heappop(self._due)
         return self._due[0][0] if self._due else None
+
+    def drop(self, seqs: Iterable[int]) -> None:
+        """Forgets outgoing messages that nobody needs to have answered."""
+        for seq in seqs:
+            self._out.pop(seq, None)
+
+    def again(self, now: float) -> list[list[Buffer]]:
+        """All encoded messages that wait for an answer, in order: the other end has forgotten this one. What came from
+        it before is of another conversation: numbers of incoming messages begin anew.
+        """
+        self._answers.clear()
+        self._floor = 0
+        self._due.clear()
+        wires = []
+        for seq, (wire, _) in self._out.items():
+            if wire:
+                self.sent(seq, wire, now)
+                wires.append(wire)
+        return wires
 
     # -- incoming
 

@@ -28,14 +28,23 @@ _OPT_NUM, _OPT_MAP, _OPT_STR = (int, float, type(None)), (dict, type(None)), (st
 SCHEMA: Final[dict[str, dict[str, tuple[type, ...]]]] = {
     # both ways
     "ack": {"accepted?": _BOOL, "reason?": _STR},
-    "error": {"text": _STR, "error?": _STR, "gone?": _BOOL},
+    "error": {"text": _STR, "error?": _STR, "gone?": _BOOL, "unknown?": _BOOL},
     "stop": {"reason": _STR},
     "ping": {},
     "pong": {},
     "bye": {},
     "cancel": {"seq?": _INT, "ordinal?": _INT, "attempt?": _INT},
     # joining
-    "hello": {"role": _STR, "name": _STR, "incarnation": _INT, "nonce": _STR, "step?": _INT, "weights?": _OPT_MAP},
+    "hello": {
+        "role": _STR,
+        "name": _STR,
+        "incarnation": _INT,
+        "nonce": _STR,
+        "session?": _STR,
+        "step?": _INT,
+        "weights?": _OPT_MAP,
+        "tasks?": _LIST,
+    },
     "welcome": {"version": _INT, "weights": _OPT_MAP},
     # generator -> broker. `received` is the number of tasks received so far: free slots are counted after those.
     "slots": {"free": _INT, "received?": _INT},
@@ -67,7 +76,8 @@ SCHEMA: Final[dict[str, dict[str, tuple[type, ...]]]] = {
         "metrics": _MAP,
         "done?": _STR,
     },
-    # broker -> supervisor
+    # supervisor <-> broker
+    "left": {"role": _STR, "name": _STR, "incarnation": _INT, "reason": _STR},
     "snapshot": {},
     "step": {"step": _INT, "metrics": _MAP},
     "eval": {"version": _INT, "success": _OPT_NUM, "mean_reward": _OPT_NUM, "n": _INT, "failed": _INT},
