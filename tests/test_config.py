@@ -132,6 +132,8 @@ def test_loopback_addresses_need_no_permission(tmp_path, host):
 def test_a_remote_address_needs_permission(tmp_path):
     text = MINIMAL + "[transport]\nbind = 'tcp://10.0.0.1:5555'\nallow_remote = true"
     assert config.load(write(tmp_path, text)).transport.allow_remote
+    text = MINIMAL + "[transport]\nbind = 'tcp://10.0.0.1:5555'\nkeys = 'keys'\nweights_bind = 'tcp://*:5556'"
+    assert config.load(write(tmp_path, text)).transport.keys == "keys"
 
 
 def test_overrides(tmp_path):

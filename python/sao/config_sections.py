@@ -264,7 +264,18 @@ class TransportSection(Section):
     """Sockets and deadlines."""
 
     bind: str = Field("ipc", pattern=r"^(ipc|tcp://.+:\d+)$", description="ipc (private folder) or tcp://HOST:PORT")
-    allow_remote: bool = Field(False, description="permit a tcp address that is not loopback")
+    keys: str | None = Field(
+        None, description="folder of CURVE keys (`sao keys`): over tcp only their owners may join, all is encrypted"
+    )
+    allow_remote: bool = Field(
+        False, description="permit an address that is not loopback without keys: anyone may join and read, in the clear"
+    )
+    weights_bind: str | None = Field(
+        None,
+        pattern=r"^tcp://.+:\d+$",
+        description="tcp://HOST:PORT where the learner serves weights to generators on other hosts;"
+        " host *: every interface, for a learner on the broker's host",
+    )
     max_message_bytes: int = Field(1 << 28, ge=1 << 16, description="larger messages are refused before they are read")
     heartbeat_s: float = Field(1.0, gt=0, description="time between two signs of life, seconds")
     peer_timeout_s: float = Field(15.0, gt=0, description="a peer silent for this long is gone, seconds")
@@ -274,12 +285,19 @@ class TransportSection(Section):
     @model_validator(mode="after")
     def _sockets(self) -> TransportSection:
         faults = []
-        if self.bind != "ipc":
-            host, _, port = self.bind.removeprefix("tcp://").rpartition(":")
+        for key, address in (("bind", self.bind), ("weights_bind", self.weights_bind)):
+            if address in (None, "ipc"):
+                continue
+            host, _, port = str(address).removeprefix("tcp://").rpartition(":")
             if not 0 < int(port) < 65536:
-                faults.append(f"bind: port {port} is not in 1..65535")
-            if not _is_loopback(host) and not self.allow_remote:
-                faults.append(f"bind: {self.bind} is not a loopback address; set allow_remote = true to permit it")
+                faults.append(f"{key}: port {port} is not in 1..65535")
+            if not _is_loopback(host) and self.keys is None and not self.allow_remote:
+                faults.append(
+                    f"{key}: {address} is not a loopback address: set keys = FOLDER (made by `sao keys`), or"
+                    " allow_remote = true to permit it without encryption"
+                )
+        if self.weights_bind is not None and self.bind == "ipc":
+            faults.append("weights_bind: with bind = 'ipc' no other host can join; set bind = 'tcp://HOST:PORT'")
         if self.peer_timeout_s <= 2 * self.heartbeat_s:
             faults.append(f"peer_timeout_s: {self.peer_timeout_s} must exceed 2 * heartbeat_s = {2 * self.heartbeat_s}")
         refuse(faults)

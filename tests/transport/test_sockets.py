@@ -19,8 +19,9 @@ from sao.transport.sockets import (
     bind_router,
     check_endpoint,
     clear_stale,
-    connect_dealer,
+    connect,
     is_local,
+    make_dealer,
     private_folder,
 )
 
@@ -130,7 +131,8 @@ def test_what_is_local() -> None:
 
 def test_a_dealer_may_connect_before_there_is_a_listener(context: zmq.Context, folder: Path) -> None:
     endpoint = f"ipc://{folder}/late"
-    dealer = connect_dealer(context, endpoint, b"me", 1 << 20)
+    dealer = make_dealer(context, endpoint, b"me", 1 << 20)
+    connect(dealer, endpoint)
     dealer.send(b"early")
     router, _ = bind_router(context, endpoint, 1 << 20)
     assert router.poll(5000)

@@ -13,9 +13,10 @@ from sao import _core
 from sao.broker import report
 from sao.broker.state import State
 from sao.config import Config
-from sao.errors import ClosedError, LedgerError, TransportError, WireError
+from sao.errors import ClosedError, ConfigError, LedgerError, TransportError, WireError
 from sao.faults import point
 from sao.transport.actor import LATER, Actor
+from sao.transport.keys import server_keys
 from sao.transport.mailbox import GOODBYE, Peer, Reply, Request
 from sao.transport.messages import Buffer
 from sao.transport.sockets import is_local
@@ -41,6 +42,9 @@ class Broker:
         self._config = config
         self._early: deque[tuple[str, dict[str, Any]]] = deque(maxlen=KEPT_MESSAGES)
         transport = config.transport
+        keys = server_keys(transport.keys, endpoint)
+        if keys is None and not (is_local(endpoint) or transport.allow_remote):
+            raise ConfigError(f"{endpoint} is not local: set transport.keys, or transport.allow_remote = true")
         self.actor = Actor(
             endpoint,
             on_join=self._join,
@@ -48,6 +52,7 @@ class Broker:
             max_message_bytes=transport.max_message_bytes,
             heartbeat_s=transport.heartbeat_s,
             peer_timeout_s=transport.peer_timeout_s,
+            keys=keys,
         )
         try:
             self.ledger = _core.Ledger(str(run_folder / "ledger.log"))
@@ -69,7 +74,7 @@ class Broker:
     def run(self) -> None:
         """Serves to the end. Any error but those of peers ends the run with that reason and is raised."""
         log.info("listening on %s", self.actor.endpoint)
-        if not is_local(self.actor.endpoint):
+        if not is_local(self.actor.endpoint) and self._config.transport.keys is None:
             log.warning("%s is open to the network, without encryption or passwords", self.actor.endpoint)
         try:
             self.actor.run()

@@ -36,6 +36,7 @@ from sao.generator.render import Renderer
 from sao.generator.seeds import derive_seed
 from sao.trajectory import Trajectory, encode
 from sao.transport.client import Client
+from sao.transport.keys import client_keys
 from sao.transport.messages import Message
 from sao.transport.reference import WeightsRef
 
@@ -408,6 +409,7 @@ def make_generator(config: Config, endpoint: str, name: str, incarnation: int) -
     """A generator as `python -m sao.generator` runs it. Raises `ConfigError` and `EngineError`."""
     registry.factory(config.env.name)  # a wrong name is found before anything slow is imported
     seed = derive_seed(config.run.seed, name, incarnation)
+    keys = client_keys(config.transport.keys, endpoint, "generator", name)
     renderer = make_renderer(config)
 
     def connect(*, on_push: Callable[[Message], None], on_lost: Callable[[Error], None]) -> Client:
@@ -419,6 +421,7 @@ def make_generator(config: Config, endpoint: str, name: str, incarnation: int) -
             max_message_bytes=config.transport.max_message_bytes,
             heartbeat_s=config.transport.heartbeat_s,
             peer_timeout_s=config.transport.peer_timeout_s,
+            keys=keys,
             on_push=on_push,
             on_lost=on_lost,
         )

@@ -14,6 +14,7 @@ from sao.config import load_resolved
 from sao.errors import ConfigError, Error
 from sao.faults import point
 from sao.transport.client import Client
+from sao.transport.keys import client_keys
 
 DONE, FAILED, BAD_CONFIG = 0, 1, 2
 _CONNECT_S = 60.0
@@ -54,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
                 max_message_bytes=transport.max_message_bytes,
                 heartbeat_s=transport.heartbeat_s,
                 peer_timeout_s=transport.peer_timeout_s,
+                keys=client_keys(transport.keys, arguments.endpoint, "learner", "learner"),
             )
         learner, trained, weights = Learner(config, world, arguments.weights_folder), None, None
         if arguments.checkpoint is not None:

@@ -144,7 +144,7 @@ def _warnings(config: Config) -> list[str]:
         warnings.append(
             f"generator.count * generator.threads + learner.ranks * learner.threads = {wanted} threads on {cpus} CPUs"
         )
-    if config.transport.allow_remote:
+    if config.transport.allow_remote and config.transport.keys is None:
         warnings.append(f"transport.bind: {config.transport.bind} is open to the network; peers are not authenticated")
     for package, what in (("tensorboard", "telemetry.tensorboard"), ("matplotlib", "telemetry.plot")):
         wanted_here = config.telemetry.tensorboard if package == "tensorboard" else config.telemetry.plot

@@ -25,6 +25,7 @@ from sao.faults import point
 from sao.runtime import launch, processes
 from sao.runtime.processes import Child, Command
 from sao.transport.client import Client
+from sao.transport.keys import client_keys
 from sao.transport.messages import Message
 
 RESTARTS: Final = 3  # of one generator within the window; one more ends the run
@@ -129,6 +130,7 @@ class Supervisor:
             max_message_bytes=transport.max_message_bytes,
             heartbeat_s=transport.heartbeat_s,
             peer_timeout_s=transport.peer_timeout_s,
+            keys=client_keys(transport.keys, self._places.endpoint, "supervisor", "supervisor"),
             on_push=self._inbox.put,
             on_lost=lambda error: self._inbox.put(_Lost(str(error))),
         )

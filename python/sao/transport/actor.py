@@ -19,6 +19,7 @@ from typing import Any, Final
 import zmq
 
 from sao.errors import Error, WireError
+from sao.transport.keys import ServerKeys
 from sao.transport.mailbox import Mailbox, Peer, Reply, Request
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,10 @@ Handler = Callable[[Request], Reply | None]
 
 
 class Actor:
-    """Serves one endpoint until `stop`. `on_join` and `on_leave` as in `Mailbox`, which is the attribute `mailbox`."""
+    """Serves one endpoint until `stop`. `on_join` and `on_leave` as in `Mailbox`, which is the attribute `mailbox`.
+
+    With `keys` only peers with known keys may connect, each in the role that its key stands for.
+    """
 
     def __init__(
         self,
@@ -39,6 +43,7 @@ class Actor:
         max_message_bytes: int = 1 << 28,
         heartbeat_s: float = 1.0,
         peer_timeout_s: float = 15.0,
+        keys: ServerKeys | None = None,
     ) -> None:
         self.mailbox = Mailbox(
             endpoint,
@@ -47,6 +52,7 @@ class Actor:
             max_message_bytes=max_message_bytes,
             heartbeat_s=heartbeat_s,
             peer_timeout_s=peer_timeout_s,
+            keys=keys,
         )
         self._commit = commit
         self._handlers: dict[str, tuple[Handler, frozenset[str]]] = {}

@@ -24,9 +24,11 @@ import zmq
 
 from sao import errors
 from sao.errors import ClosedError, DeadlineError, Error, TransportError, WireError
+from sao.transport.keys import ClientKeys
 from sao.transport.link import Link
 from sao.transport.messages import Buffer, Message, check, decode, encode
-from sao.transport.sockets import connect_dealer
+from sao.transport.sockets import connect, make_dealer
+from sao.transport.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +38,8 @@ class Client:
 
     `on_push(message)` is called in the I/O thread for everything that the broker sends on its own (tasks, version,
     stop, step, ...), each exactly once; it must return at once (hand over, do not work). `on_lost(error)` is called
-    once when the broker is silent for `peer_timeout_s` or has forgotten this peer. Make the client after a fork, not
-    before.
-
-    With `outage_s` the broker may be away for so long: a broker that was started again, or has given this peer up, is
-    greeted again with the fields of `connect` and what `on_greet()` adds, and gets everything that is unanswered, but for
-    messages of the kinds `transient`; `on_rejoin(welcome)` is called before the first push of the new conversation.
-    Both are called in the I/O thread.
+    once when the broker is silent for `peer_timeout_s`, has forgotten this peer or refuses its `keys`. Make the client
+    after a fork, not before.
 
     >>> client = Client(endpoint, role="generator", name="g0", on_push=print)
     >>> welcome = client.connect(deadline_s=10.0)
@@ -59,10 +56,7 @@ class Client:
         max_message_bytes: int = 1 << 28,
         heartbeat_s: float = 1.0,
         peer_timeout_s: float = 15.0,
-        outage_s: float = 0.0,
-        transient: frozenset[str] = frozenset(),
-        on_greet: Callable[[], dict[str, Any]] | None = None,
-        on_rejoin: Callable[[dict[str, Any]], None] | None = None,
+        keys: ClientKeys | None = None,
         on_push: Callable[[Message], None] | None = None,
         on_lost: Callable[[Error], None] | None = None,
     ) -> None:
@@ -71,11 +65,6 @@ class Client:
         self._max_message_bytes = max_message_bytes
         self._heartbeat_s, self._peer_timeout_s = heartbeat_s, peer_timeout_s
         self._on_push, self._on_lost = on_push, on_lost
-        self._comes_back, self._patience_s = outage_s > 0, max(outage_s, peer_timeout_s)
-        self._transient, self._on_greet, self._on_rejoin = transient, on_greet, on_rejoin
-        self._hello: dict[str, Any] = {}
-        self._greeting: tuple[int, list[Buffer]] | None = None
-        self._quiet = False  # the broker is away: only signs of life are sent until it is heard again
         self._pid = os.getpid()
         self._lock = threading.Condition()
         self._link = Link(resend_s=max(heartbeat_s, 0.2))
@@ -88,7 +77,9 @@ class Client:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             identity = f"{role}:{name}:{incarnation}".encode()
-            self._socket = connect_dealer(self._context, endpoint, identity, max_message_bytes)
+            self._socket = make_dealer(self._context, endpoint, identity, max_message_bytes, keys)
+            self._watch = Watch(self._socket, endpoint, keys)
+            connect(self._socket, endpoint)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -105,14 +96,14 @@ class Client:
 
         Raises `DeadlineError` that names the endpoint when nothing answers in time, `TransportError` when refused.
         """
-        self._hello = {
+        body = {
             "role": self.role,
             "name": self.name,
             "incarnation": self.incarnation,
-            "session": secrets.token_hex(8),
+            "nonce": secrets.token_hex(8),
             **hello,
         }
-        welcome = self.call("hello", self._greeting_body(), deadline_s=deadline_s).result()
+        welcome = self.call("hello", body, deadline_s=deadline_s).result()
         with self._lock:
             self._joined = True
         self._wake()
@@ -243,6 +234,7 @@ class Client:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake_read, zmq.POLLIN)
+        poller.register(self._watch.socket, zmq.POLLIN)
         try:
             heard = beaten = time.monotonic()
             while not self._closing and self._failure is None:
@@ -251,21 +243,23 @@ class Client:
                 if self._wake_read in events:
                     with suppress(BlockingIOError):
                         os.read(self._wake_read, 4096)
+                if self._watch.socket in events:
+                    self._watch.read()
+                    if self._watch.fatal is not None:
+                        self._fail(self._watch.fatal)
                 if self._receive():
                     heard = time.monotonic()
                 now = time.monotonic()
                 with self._lock:
                     joined = self._joined
-                    self._quiet = joined and now - heard > 2 * self._heartbeat_s
-                    if not self._quiet:
-                        self._outbox.extend(self._link.due(now))
+                    self._outbox.extend(self._link.due(now))
                 if not joined:
                     heard = now
-                elif now - heard > self._patience_s:
-                    self._fail(TransportError(f"{self.endpoint}: broker silent for {now - heard:.1f} s"))
+                elif now - heard > self._peer_timeout_s:
+                    self._fail(TransportError(f"{self.endpoint}: broker silent for {now - heard:.1f} s{self._why()}"))
                 elif now - beaten >= self._heartbeat_s:
                     beaten = now
-                    self._beat()
+                    self._post("ping")
                 self._expire(now)
                 self._transmit()
         except Exception as error:  # a bug here must reach the waiters
@@ -276,14 +270,15 @@ class Client:
 
     def _timeout_ms(self, heard: float, beaten: float) -> int | None:
         with self._lock:
-            due = None if self._quiet else self._link.next_due()
-            times = [t for t in (due, self._deadlines[0][0] if self._deadlines else None) if t is not None]
+            times = [
+                t for t in (self._link.next_due(), self._deadlines[0][0] if self._deadlines else None) if t is not None
+            ]
             if self._joined:
-                times += [beaten + self._heartbeat_s, heard + self._patience_s]
+                times += [beaten + self._heartbeat_s, heard + self._peer_timeout_s]
         return max(0, int((min(times) - time.monotonic()) * 1000) + 1) if times else None
 
     def _transmit(self) -> None:
-        while self._outbox and self._greeting is None:
+        while self._outbox:
             try:
                 self._socket.send_multipart(self._outbox[0], zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -309,9 +304,7 @@ class Client:
             except WireError as error:
                 log.warning("%s: bad message from the broker: %s", self.endpoint, error)
                 continue
-            if message.body.get("unknown") and self._comes_back and self._joined:
-                self._greet_again()
-            elif message.re:
+            if message.re:
                 self._answer(message)
             elif message.kind == "error":
                 self._fail(_as_error(message.body))
@@ -319,51 +312,7 @@ class Client:
                 self._push(message)
         return got
 
-    def _greeting_body(self) -> dict[str, Any]:
-        more = self._on_greet() if self._on_greet is not None else {}
-        return {**self._hello, **more, "nonce": secrets.token_hex(8)}
-
-    def _greet_again(self) -> None:
-        """The broker does not know this peer (any more)."""
-        if self._greeting is not None:
-            return
-        with self._lock:
-            seq, low = self._link.number(), self._link.low
-        wire = encode(Message("hello", self._greeting_body(), seq=seq, low=low), self._max_message_bytes)
-        self._greeting = (seq, wire)
-        self._beat()
-
-    def _beat(self) -> None:
-        if self._greeting is None:
-            self._post("ping")
-            return
-        with suppress(zmq.Again):
-            self._socket.send_multipart(self._greeting[1], zmq.NOBLOCK, copy=False)
-
-    def _welcomed(self, message: Message) -> None:
-        """Greeted again: what is unanswered is sent once more, in order."""
-        with self._lock:
-            self._greeting = None
-            self._link.settle(message.re)
-            over = [seq for seq, (_, kind, _) in self._waiters.items() if kind in self._transient]
-            waiters = [self._waiters.pop(seq) for seq in over]
-            self._link.drop(over)
-            self._outbox.clear()
-            self._outbox.extend(self._link.again(time.monotonic()))
-            self._lock.notify_all()
-        for future, _, _ in waiters:
-            _complete(future, Message("ack"))
-        log.info("%s: joined again", self.endpoint)
-        if self._on_rejoin is not None:
-            self._on_rejoin(message.body)
-
     def _answer(self, message: Message) -> None:
-        if self._greeting is not None and message.re == self._greeting[0]:
-            if message.kind == "error":
-                self._fail(_as_error(message.body))
-            else:
-                self._welcomed(message)
-            return
         with self._lock:
             self._link.settle(message.re)
             waiter = self._waiters.pop(message.re, None)
@@ -379,8 +328,6 @@ class Client:
             self._fail(error)
 
     def _push(self, message: Message) -> None:
-        if self._greeting is not None:
-            return  # of a conversation that is over
         with self._lock:
             fresh = self._link.fresh(message)
         if fresh and self._on_push is not None:
@@ -404,7 +351,11 @@ class Client:
                 self._lock.notify_all()
             future, kind, deadline_s = waiter
             self._post("cancel", {"seq": seq})
-            _complete(future, DeadlineError(f"{kind}: no answer from {self.endpoint} within {deadline_s:g} s"))
+            text = f"{kind}: no answer from {self.endpoint} within {deadline_s:g} s{self._why()}"
+            _complete(future, DeadlineError(text))
+
+    def _why(self) -> str:
+        return f": {self._watch.trouble}" if self._watch.trouble else ""
 
     def _fail(self, error: Error) -> None:
         with self._lock:
@@ -433,6 +384,8 @@ class Client:
             self._post("bye")
             self._transmit()
         self._drain(self._failure or ClosedError(f"client of {self.endpoint} was closed"))
+        with suppress(zmq.ZMQError):
+            self._watch.close()
         self._context.destroy(linger=200)
         with self._lock:
             os.close(self._wake_read)

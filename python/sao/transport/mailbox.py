@@ -11,6 +11,8 @@ from typing import Any, Final
 import zmq
 
 from sao.errors import Error, TransportError, WireError
+from sao.transport.gate import Gate
+from sao.transport.keys import ServerKeys, may_join
 from sao.transport.link import Link
 from sao.transport.messages import Buffer, Message, check, decode, encode
 from sao.transport.sockets import bind_router, check_endpoint
@@ -31,6 +33,8 @@ class Peer:
     hello: dict[str, Any]
     link: Link
     heard: float
+    key: str | None = None
+    """Name of the key that it joined with; None where no keys are used."""
     unreachable_since: float | None = None
     overrun: bool = False
     gone: bool = False
@@ -78,18 +82,19 @@ class Mailbox:
         max_message_bytes: int,
         heartbeat_s: float,
         peer_timeout_s: float,
+        keys: ServerKeys | None = None,
     ) -> None:
         self._on_join, self._on_leave = on_join, on_leave
         self._limit, self._heartbeat_s, self._peer_timeout_s = max_message_bytes, heartbeat_s, peer_timeout_s
-        self._held: list[tuple[Peer, list[Buffer]]] | None = None
-        self._beaten = time.monotonic()
         self.peers: dict[bytes, Peer] = {}
         self.bad_messages = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gate: Gate | None = None
         try:
-            self.socket, self.endpoint = bind_router(self._context, endpoint, max_message_bytes)
+            self._gate = None if keys is None else Gate(self._context, keys)
+            self.socket, self.endpoint = bind_router(self._context, endpoint, max_message_bytes, keys)
         except BaseException:
-            self._context.destroy(linger=0)
+            self._close(0)
             raise
 
     def receive(self, at_most: int) -> Iterator[Request]:
@@ -101,7 +106,8 @@ class Mailbox:
                 parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            request = self._accept(parts[0].bytes, [part.buffer for part in parts[1:]])
+            key = None if self._gate is None else _key_of(parts[-1])
+            request = self._accept(parts[0].bytes, [part.buffer for part in parts[1:]], key)
             if request is not None:
                 yield request
 
@@ -137,26 +143,9 @@ class Mailbox:
             peer.gone = True
             self._on_leave(peer, reason)
 
-    def hold(self) -> None:
-        """From now on nothing is sent before `release`."""
-        self._held = self._held or []
-
-    def release(self, *, discard: bool = False) -> None:
-        """Sends what was held, in order; or forgets it and holds nothing any more."""
-        held, self._held = self._held or [], None
-        for peer, wire in () if discard else held:
-            if not peer.gone:
-                self._transmit(peer, wire)
-
     def beat(self) -> None:
         """Once a heartbeat: sends again what is due, drops who is gone."""
         now = time.monotonic()
-        missed_s, self._beaten = now - self._beaten - self._heartbeat_s, now
-        if missed_s > self._heartbeat_s:  # it is this process that has stood still: nobody could be heard meanwhile
-            for peer in self.peers.values():
-                peer.heard = min(now, peer.heard + missed_s)
-                if peer.unreachable_since is not None:
-                    peer.unreachable_since = min(now, peer.unreachable_since + missed_s)
         for peer in list(self.peers.values()):
             if now - peer.heard > 1.5 * self._heartbeat_s:  # one that is gone shows itself when it is addressed
                 self._transmit(peer, encode(Message("pong"), self._limit))
@@ -171,12 +160,17 @@ class Mailbox:
 
     def close(self, linger_s: float) -> None:
         """Closes the socket after giving queued messages `linger_s` seconds to leave, and removes its file."""
-        self._context.destroy(linger=int(linger_s * 1000))
+        self._close(int(linger_s * 1000))
         path = check_endpoint(self.endpoint)
         if path is not None:
             path.unlink(missing_ok=True)
 
-    def _accept(self, identity: bytes, frames: list[Buffer]) -> Request | None:
+    def _close(self, linger_ms: int) -> None:
+        if self._gate is not None:
+            self._gate.close()
+        self._context.destroy(linger=linger_ms)
+
+    def _accept(self, identity: bytes, frames: list[Buffer], key: str | None) -> Request | None:
         try:
             message = decode(frames, self._limit, max_frames=MAX_FRAMES)
         except WireError as error:
@@ -190,13 +184,15 @@ class Mailbox:
             self._refuse(identity, message, str(error), error="WireError")
             return None
         if message.kind == "hello":
-            self._join(identity, message)
+            self._join(identity, message, key)
             return None
         peer = self.peers.get(identity)
+        if peer is not None and peer.key != key:  # another key took this identity: it has not joined
+            peer = None
         if peer is None:
             if message.kind != "bye" and not message.re:
                 text = "this peer has not joined, or was silent for longer than transport.peer_timeout_s: join again"
-                self._refuse(identity, message, text, gone=True, unknown=True)
+                self._refuse(identity, message, text, gone=True)
             return None
         peer.heard, peer.unreachable_since = time.monotonic(), None
         if message.re:
@@ -213,10 +209,13 @@ class Mailbox:
             return Request(peer, message)
         return None
 
-    def _join(self, identity: bytes, message: Message) -> None:
+    def _join(self, identity: bytes, message: Message, key: str | None) -> None:
         """Welcomes a peer; a new one fences older incarnations of its name, a repeated greeting is answered again."""
         hello = message.body
         role, name, incarnation = hello["role"], hello["name"], hello["incarnation"]
+        if key is not None and not may_join(key, role, name):
+            self._refuse(identity, message, f"the key {key!r} does not stand for the {role} {name!r}", gone=True)
+            return
         known = self.peers.get(identity)
         if known is not None and known.hello["nonce"] == hello["nonce"]:
             kept = known.link.answer(message.seq)
@@ -234,7 +233,8 @@ class Mailbox:
             if other.identity != identity:
                 self._refuse(other.identity, Message("hello"), f"fenced by incarnation {incarnation}", gone=True)
             self.drop(other, f"fenced by incarnation {incarnation}")
-        peer = Peer(identity, role, name, incarnation, hello, Link(max(self._heartbeat_s, 0.2)), time.monotonic())
+        link = Link(max(self._heartbeat_s, 0.2))
+        peer = Peer(identity, role, name, incarnation, hello, link, time.monotonic(), key)
         peer.link.fresh(message)
         self.peers[identity] = peer
         try:
@@ -254,9 +254,6 @@ class Mailbox:
             log.debug("refusal not delivered to %r: %s", identity[:64], error)
 
     def _transmit(self, peer: Peer, wire: list[Buffer]) -> None:
-        if self._held is not None:
-            self._held.append((peer, wire))
-            return
         try:
             self.socket.send_multipart([peer.identity, *wire], zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -266,3 +263,8 @@ class Mailbox:
                 raise TransportError(f"{peer.name}: {error.strerror}") from error
             if peer.unreachable_since is None:
                 peer.unreachable_since = time.monotonic()
+
+
+def _key_of(frame: zmq.Frame) -> str:
+    """Name of the key that the gate let in; every connection of a socket with keys has one."""
+    return str(frame.get("User-Id"))

@@ -16,8 +16,10 @@ from typing import Final
 import zmq
 
 from sao.errors import TransportError
+from sao.transport.keys import ClientKeys, ServerKeys
 
 IPC_PATH_LIMIT: Final = 107  # bytes of sockaddr_un.sun_path without the terminating zero
+STALLED_MS: Final = 5000  # a TCP connection whose other end acknowledges nothing for so long is made anew
 HIGH_WATER: Final = 4096  # messages per peer and direction; the reliable layer above resends what does not fit
 
 
@@ -86,9 +88,12 @@ def _check_private(folder: Path) -> None:
 
 
 def bind_router(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_message_bytes: int
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_message_bytes: int, keys: ServerKeys | None = None
 ) -> tuple[zmq.Socket[bytes], str]:
-    """A listening ROUTER and its endpoint (the port is filled in when 0 was asked for). Raises `TransportError`."""
+    """A listening ROUTER and its endpoint (the port is filled in when 0 was asked for). Raises `TransportError`.
+
+    With `keys` everything is encrypted and a `Gate` of the same context says who may connect.
+    """
     path = check_endpoint(endpoint)
     if path is not None:
         _check_private(path.parent)
@@ -97,6 +102,10 @@ def bind_router(
     _options(router, max_message_bytes)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to a peer that is gone is an error, not a silent loss
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reconnecting peer keeps its identity at once
+    if keys is not None:
+        router.curve_server = True
+        router.curve_secretkey = keys.pair.secret
+        router.zap_domain = b"sao"
     try:
         router.bind(endpoint)
     except zmq.ZMQError as error:
@@ -105,24 +114,34 @@ def bind_router(
     return router, router.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
-def connect_dealer(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes, max_message_bytes: int
+def make_dealer(
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    identity: bytes,
+    max_message_bytes: int,
+    keys: ClientKeys | None = None,
 ) -> zmq.Socket[bytes]:
-    """A DEALER that connects, and reconnects, to `endpoint`; the listener need not exist yet. Raises
-    `TransportError`.
-    """
+    """A DEALER for `endpoint`, to be connected by `connect`. Raises `TransportError`."""
     check_endpoint(endpoint)
     dealer = context.socket(zmq.DEALER)
     _options(dealer, max_message_bytes)
     dealer.setsockopt(zmq.IDENTITY, identity)
     dealer.setsockopt(zmq.RECONNECT_IVL, 50)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    dealer.setsockopt(zmq.CONNECT_TIMEOUT, STALLED_MS)
+    if keys is not None:
+        dealer.curve_serverkey = keys.server
+        dealer.curve_publickey, dealer.curve_secretkey = keys.pair.public, keys.pair.secret
+    return dealer
+
+
+def connect(dealer: zmq.Socket[bytes], endpoint: str) -> None:
+    """Connects, and reconnects from then on; the listener need not exist yet. Raises `TransportError`."""
     try:
         dealer.connect(endpoint)
     except zmq.ZMQError as error:
         dealer.close(linger=0)
         raise TransportError(f"endpoint {endpoint!r}: cannot connect: {error.strerror}") from None
-    return dealer
 
 
 def _options(sock: zmq.Socket[bytes], max_message_bytes: int) -> None:
@@ -130,3 +149,4 @@ def _options(sock: zmq.Socket[bytes], max_message_bytes: int) -> None:
     sock.setsockopt(zmq.RCVHWM, HIGH_WATER)
     sock.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
     sock.setsockopt(zmq.LINGER, 0)
+    sock.setsockopt(zmq.TCP_MAXRT, STALLED_MS)

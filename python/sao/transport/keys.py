@@ -1,0 +1,175 @@
+"""CURVE keys in a folder: who may listen, who may join, and as what.
+
+`NAME.key` holds a public key, `NAME.key_secret` both keys of a pair, in the certificate format of ZeroMQ's tools. The
+broker and rank 0 of the learner listen, each with its own pair. A key called `learner`, `supervisor` or `generator`
+may join in that role; a key of any other name joins as the generator of that name. A host needs the public keys of
+`broker` and `learner`, and its own secret; the broker needs all public keys.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import zmq
+from zmq.auth import load_certificate
+
+from sao.errors import ConfigError
+
+BROKER, LEARNER, SUPERVISOR, GENERATOR, VISITOR = "broker", "learner", "supervisor", "generator", "visitor"
+ALWAYS: Final = (BROKER, LEARNER, SUPERVISOR)
+PUBLIC, SECRET = ".key", ".key_secret"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Both keys of one side, Z85 text of 40 bytes each; the secret one is not shown."""
+
+    name: str
+    public: bytes
+    secret: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKeys:
+    """The pair of a listening side and the folder with the public keys that may connect, read at every handshake."""
+
+    pair: Pair
+    folder: Path
+
+    def who(self, public: bytes) -> str | None:
+        """Name of the key that may connect, None when it is unknown. Raises `ConfigError` when the folder is open."""
+        check_folder(self.folder)
+        for path in self.folder.glob(f"*{PUBLIC}"):
+            if path.stem != BROKER and read_public(path) == public:
+                return path.stem
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ClientKeys:
+    """The pair of a connecting side and the public key that the listening side must have."""
+
+    pair: Pair
+    server: bytes
+    folder: Path
+
+
+def write(folder: Path, names: Iterable[str] = ()) -> list[Path]:
+    """Makes the pairs that `folder` lacks and returns the files written; files that are there are kept.
+
+    `names`: generators with a key of their own; without any, all share the pair `generator`. The folder gets mode
+    0700, files 0600. Raises `ConfigError` when it is open to others or a name is not fit for a file.
+    """
+    names = list(names) or [GENERATOR]
+    wrong = [name for name in names if not _NAME.fullmatch(name) or name in ALWAYS]
+    if wrong:
+        raise ConfigError(f"keys: {wrong[0]!r} is no name for a generator: letters, digits, . _ - and none of {ALWAYS}")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_folder(folder)
+    written = []
+    for name in dict.fromkeys((*ALWAYS, *names)):
+        public, secret = folder / f"{name}{PUBLIC}", folder / f"{name}{SECRET}"
+        if public.exists() or secret.exists():
+            continue
+        pair = Pair(name, *zmq.curve_keypair())
+        _write(secret, pair, secret=True)
+        _write(public, pair, secret=False)
+        written += [public, secret]
+    return written
+
+
+def server_keys(folder: str | Path | None, endpoint: str, name: str = BROKER) -> ServerKeys | None:
+    """What the listening side `name` needs; None where no keys are used: without a folder, and over ipc.
+
+    Raises `ConfigError` that names the file that is missing, open or broken.
+    """
+    if folder is None or endpoint.startswith("ipc://"):
+        return None
+    folder = Path(folder)
+    check_folder(folder)
+    return ServerKeys(_read_pair(folder / f"{name}{SECRET}"), folder)
+
+
+def client_keys(
+    folder: str | Path | None, endpoint: str, role: str, name: str, server: str = BROKER
+) -> ClientKeys | None:
+    """What a connecting side needs: its own pair (named like itself, else like its role; visitors: any) and the
+    public key of `server`. None where no keys are used: without a folder, and over ipc.
+
+    Raises `ConfigError` that names the file that is missing, open or broken.
+    """
+    if folder is None or endpoint.startswith("ipc://"):
+        return None
+    folder = Path(folder)
+    check_folder(folder)
+    wanted = [name, role] if role == GENERATOR else [role]
+    if role == VISITOR:
+        wanted = [name, GENERATOR, SUPERVISOR, LEARNER, *(path.stem for path in sorted(folder.glob(f"*{SECRET}")))]
+    for own in wanted:
+        if own != BROKER and (path := folder / f"{own}{SECRET}").exists():
+            return ClientKeys(_read_pair(path), read_public(folder / f"{server}{PUBLIC}"), folder)
+    texts = " or ".join(f"{own}{SECRET}" for own in dict.fromkeys(wanted[:2]))
+    raise ConfigError(f"keys: {folder} has no {texts}: {role} {name} cannot show who it is")
+
+
+def may_join(key: str, role: str, name: str) -> bool:
+    """Whether the owner of a key may join in this role under this name."""
+    return role == VISITOR or key == role or (role == GENERATOR and key == name)
+
+
+def check_folder(folder: Path) -> None:
+    """Raises `ConfigError` unless the folder exists and only this user may enter it."""
+    _check_private(folder, 0o700)
+    if not folder.is_dir():
+        raise ConfigError(f"keys: {folder} is not a folder")
+
+
+def read_public(path: Path) -> bytes:
+    """The public key in a certificate file."""
+    return _certificate(path)[0]
+
+
+def _read_pair(path: Path) -> Pair:
+    _check_private(path, 0o600)
+    public, secret = _certificate(path)
+    if secret is None:
+        raise ConfigError(f"keys: {path} holds no secret key")
+    if zmq.curve_public(secret) != public:
+        raise ConfigError(f"keys: {path}: the public key does not belong to the secret one")
+    return Pair(path.stem, public, secret)
+
+
+def _certificate(path: Path) -> tuple[bytes, bytes | None]:
+    try:
+        public, secret = load_certificate(str(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"keys: {path} cannot be read: {error}") from None
+    if any(key is not None and len(key) != 40 for key in (public, secret)):
+        raise ConfigError(f"keys: {path}: a key must have 40 characters")
+    return public, secret
+
+
+def _check_private(path: Path, mode: int) -> None:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ConfigError(f"keys: {path}: {error.strerror}") from None
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(
+            f"keys: {path} must belong to this user with mode {mode:04o}, has {stat.S_IMODE(status.st_mode):04o}"
+        )
+
+
+def _write(path: Path, pair: Pair, *, secret: bool) -> None:
+    lines = ["metadata", "curve", f'    public-key = "{pair.public.decode()}"']
+    if secret:
+        lines.append(f'    secret-key = "{pair.secret.decode()}"')
+    with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600), encoding="ascii") as file:
+        file.write("\n".join(lines) + "\n")
