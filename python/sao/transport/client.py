@@ -41,6 +41,11 @@ class Client:
     once when the broker is silent for `peer_timeout_s`, has forgotten this peer or refuses its `keys`. Make the client
     after a fork, not before.
 
+    With `outage_s` the broker may be away for so long: a broker that was started again, or has given this peer up, is
+    greeted again with the fields of `connect` and what `on_greet()` adds, and gets everything that is unanswered, but for
+    messages of the kinds `transient`; `on_rejoin(welcome)` is called before the first push of the new conversation.
+    Both are called in the I/O thread.
+
     >>> client = Client(endpoint, role="generator", name="g0", on_push=print)
     >>> welcome = client.connect(deadline_s=10.0)
     >>> reply = client.call("slots", {"free": 8, "received": 0}, deadline_s=5.0).result()
@@ -57,6 +62,10 @@ class Client:
         heartbeat_s: float = 1.0,
         peer_timeout_s: float = 15.0,
         keys: ClientKeys | None = None,
+        outage_s: float = 0.0,
+        transient: frozenset[str] = frozenset(),
+        on_greet: Callable[[], dict[str, Any]] | None = None,
+        on_rejoin: Callable[[dict[str, Any]], None] | None = None,
         on_push: Callable[[Message], None] | None = None,
         on_lost: Callable[[Error], None] | None = None,
     ) -> None:
@@ -65,6 +74,11 @@ class Client:
         self._max_message_bytes = max_message_bytes
         self._heartbeat_s, self._peer_timeout_s = heartbeat_s, peer_timeout_s
         self._on_push, self._on_lost = on_push, on_lost
+        self._comes_back, self._patience_s = outage_s > 0, max(outage_s, peer_timeout_s)
+        self._transient, self._on_greet, self._on_rejoin = transient, on_greet, on_rejoin
+        self._hello: dict[str, Any] = {}
+        self._greeting: tuple[int, list[Buffer]] | None = None
+        self._quiet = False  # the broker is away: only signs of life are sent until it is heard again
         self._pid = os.getpid()
         self._lock = threading.Condition()
         self._link = Link(resend_s=max(heartbeat_s, 0.2))
@@ -96,14 +110,14 @@ class Client:
 
         Raises `DeadlineError` that names the endpoint when nothing answers in time, `TransportError` when refused.
         """
-        body = {
+        self._hello = {
             "role": self.role,
             "name": self.name,
             "incarnation": self.incarnation,
-            "nonce": secrets.token_hex(8),
+            "session": secrets.token_hex(8),
             **hello,
         }
-        welcome = self.call("hello", body, deadline_s=deadline_s).result()
+        welcome = self.call("hello", self._greeting_body(), deadline_s=deadline_s).result()
         with self._lock:
             self._joined = True
         self._wake()
@@ -252,14 +266,16 @@ class Client:
                 now = time.monotonic()
                 with self._lock:
                     joined = self._joined
-                    self._outbox.extend(self._link.due(now))
+                    self._quiet = joined and now - heard > 2 * self._heartbeat_s
+                    if not self._quiet:
+                        self._outbox.extend(self._link.due(now))
                 if not joined:
                     heard = now
-                elif now - heard > self._peer_timeout_s:
+                elif now - heard > self._patience_s:
                     self._fail(TransportError(f"{self.endpoint}: broker silent for {now - heard:.1f} s{self._why()}"))
                 elif now - beaten >= self._heartbeat_s:
                     beaten = now
-                    self._post("ping")
+                    self._beat()
                 self._expire(now)
                 self._transmit()
         except Exception as error:  # a bug here must reach the waiters
@@ -270,15 +286,14 @@ class Client:
 
     def _timeout_ms(self, heard: float, beaten: float) -> int | None:
         with self._lock:
-            times = [
-                t for t in (self._link.next_due(), self._deadlines[0][0] if self._deadlines else None) if t is not None
-            ]
+            due = None if self._quiet else self._link.next_due()
+            times = [t for t in (due, self._deadlines[0][0] if self._deadlines else None) if t is not None]
             if self._joined:
-                times += [beaten + self._heartbeat_s, heard + self._peer_timeout_s]
+                times += [beaten + self._heartbeat_s, heard + self._patience_s]
         return max(0, int((min(times) - time.monotonic()) * 1000) + 1) if times else None
 
     def _transmit(self) -> None:
-        while self._outbox:
+        while self._outbox and self._greeting is None:
             try:
                 self._socket.send_multipart(self._outbox[0], zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -304,7 +319,9 @@ class Client:
             except WireError as error:
                 log.warning("%s: bad message from the broker: %s", self.endpoint, error)
                 continue
-            if message.re:
+            if message.body.get("unknown") and self._comes_back and self._joined:
+                self._greet_again()
+            elif message.re:
                 self._answer(message)
             elif message.kind == "error":
                 self._fail(_as_error(message.body))
@@ -312,7 +329,51 @@ class Client:
                 self._push(message)
         return got
 
+    def _greeting_body(self) -> dict[str, Any]:
+        more = self._on_greet() if self._on_greet is not None else {}
+        return {**self._hello, **more, "nonce": secrets.token_hex(8)}
+
+    def _greet_again(self) -> None:
+        """The broker does not know this peer (any more)."""
+        if self._greeting is not None:
+            return
+        with self._lock:
+            seq, low = self._link.number(), self._link.low
+        wire = encode(Message("hello", self._greeting_body(), seq=seq, low=low), self._max_message_bytes)
+        self._greeting = (seq, wire)
+        self._beat()
+
+    def _beat(self) -> None:
+        if self._greeting is None:
+            self._post("ping")
+            return
+        with suppress(zmq.Again):
+            self._socket.send_multipart(self._greeting[1], zmq.NOBLOCK, copy=False)
+
+    def _welcomed(self, message: Message) -> None:
+        """Greeted again: what is unanswered is sent once more, in order."""
+        with self._lock:
+            self._greeting = None
+            self._link.settle(message.re)
+            over = [seq for seq, (_, kind, _) in self._waiters.items() if kind in self._transient]
+            waiters = [self._waiters.pop(seq) for seq in over]
+            self._link.drop(over)
+            self._outbox.clear()
+            self._outbox.extend(self._link.again(time.monotonic()))
+            self._lock.notify_all()
+        for future, _, _ in waiters:
+            _complete(future, Message("ack"))
+        log.info("%s: joined again", self.endpoint)
+        if self._on_rejoin is not None:
+            self._on_rejoin(message.body)
+
     def _answer(self, message: Message) -> None:
+        if self._greeting is not None and message.re == self._greeting[0]:
+            if message.kind == "error":
+                self._fail(_as_error(message.body))
+            else:
+                self._welcomed(message)
+            return
         with self._lock:
             self._link.settle(message.re)
             waiter = self._waiters.pop(message.re, None)
@@ -328,6 +389,8 @@ class Client:
             self._fail(error)
 
     def _push(self, message: Message) -> None:
+        if self._greeting is not None:
+            return  # of a conversation that is over
         with self._lock:
             fresh = self._link.fresh(message)
         if fresh and self._on_push is not None:

@@ -86,6 +86,8 @@ class Mailbox:
     ) -> None:
         self._on_join, self._on_leave = on_join, on_leave
         self._limit, self._heartbeat_s, self._peer_timeout_s = max_message_bytes, heartbeat_s, peer_timeout_s
+        self._held: list[tuple[Peer, list[Buffer]]] | None = None
+        self._beaten = time.monotonic()
         self.peers: dict[bytes, Peer] = {}
         self.bad_messages = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -143,9 +145,26 @@ class Mailbox:
             peer.gone = True
             self._on_leave(peer, reason)
 
+    def hold(self) -> None:
+        """From now on nothing is sent before `release`."""
+        self._held = self._held or []
+
+    def release(self, *, discard: bool = False) -> None:
+        """Sends what was held, in order; or forgets it and holds nothing any more."""
+        held, self._held = self._held or [], None
+        for peer, wire in () if discard else held:
+            if not peer.gone:
+                self._transmit(peer, wire)
+
     def beat(self) -> None:
         """Once a heartbeat: sends again what is due, drops who is gone."""
         now = time.monotonic()
+        missed_s, self._beaten = now - self._beaten - self._heartbeat_s, now
+        if missed_s > self._heartbeat_s:  # it is this process that has stood still: nobody could be heard meanwhile
+            for peer in self.peers.values():
+                peer.heard = min(now, peer.heard + missed_s)
+                if peer.unreachable_since is not None:
+                    peer.unreachable_since = min(now, peer.unreachable_since + missed_s)
         for peer in list(self.peers.values()):
             if now - peer.heard > 1.5 * self._heartbeat_s:  # one that is gone shows itself when it is addressed
                 self._transmit(peer, encode(Message("pong"), self._limit))
@@ -192,7 +211,7 @@ class Mailbox:
         if peer is None:
             if message.kind != "bye" and not message.re:
                 text = "this peer has not joined, or was silent for longer than transport.peer_timeout_s: join again"
-                self._refuse(identity, message, text, gone=True)
+                self._refuse(identity, message, text, gone=True, unknown=True)
             return None
         peer.heard, peer.unreachable_since = time.monotonic(), None
         if message.re:
@@ -254,6 +273,9 @@ class Mailbox:
             log.debug("refusal not delivered to %r: %s", identity[:64], error)
 
     def _transmit(self, peer: Peer, wire: list[Buffer]) -> None:
+        if self._held is not None:
+            self._held.append((peer, wire))
+            return
         try:
             self.socket.send_multipart([peer.identity, *wire], zmq.NOBLOCK, copy=False)
         except zmq.Again:
