@@ -42,6 +42,9 @@ class RunSection(Section):
     steps: int = Field(200, ge=1, description="optimizer steps (critic warm-up included)")
     max_failures_in_a_row: int = Field(32, ge=1, description="environment failures in a row that stop the run")
     target_success: float | None = Field(None, gt=0, le=1, description="stop early when held-out success reaches this")
+    restart_killed: bool = Field(
+        True, description="a broker or learner that was killed is started again and the run goes on; false: it ends"
+    )
     task: Literal["train", "pretrain_value"] = Field(
         "train", description="pretrain_value: train only a critic, on rollouts of the start policy; set by the command"
     )
@@ -250,6 +253,10 @@ class BufferSection(Section):
 
     max_trajectories: int = Field(4096, ge=1, description="finished trajectories held at most")
     max_bytes: int = Field(1 << 30, ge=1 << 16, description="bytes held at most")
+    durability: Literal["off", "process", "machine"] = Field(
+        "process",
+        description="what finished rollouts survive: off: nothing; process: the broker's death; machine: a power cut, too",
+    )
 
 
 class EvalSection(Section):
@@ -279,6 +286,7 @@ class TransportSection(Section):
     max_message_bytes: int = Field(1 << 28, ge=1 << 16, description="larger messages are refused before they are read")
     heartbeat_s: float = Field(1.0, gt=0, description="time between two signs of life, seconds")
     peer_timeout_s: float = Field(15.0, gt=0, description="a peer silent for this long is gone, seconds")
+    outage_s: float = Field(300.0, ge=0, description="how long peers wait for a broker that is away, seconds; 0: not")
     rollout_timeout_s: float = Field(3600.0, gt=0, description="a rollout older than this is given up, seconds")
     shutdown_s: float = Field(10.0, gt=0, description="time to end in order before processes are killed, seconds")
 

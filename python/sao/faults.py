@@ -23,6 +23,8 @@ POINTS = {
     "broker.commit": "a commit came, nothing is done yet",
     "ledger.append": "the commit is in the ledger's memory, not on disk",
     "ledger.synced": "the commit is on disk, the learner does not know it",
+    "log.append": "trajectories, turns or notes are in the log's memory, not on disk",
+    "log.written": "the log is written, the ledger is not",
     "ledger.rewound": "a resumed broker has taken steps back, nobody has joined",
     "learner.taken": "a batch has arrived",
     "publish.begin": "the step is done in memory, its weights are not written",

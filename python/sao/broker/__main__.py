@@ -21,11 +21,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--endpoint", required=True, help="ipc://PATH in a folder with mode 0700, or tcp://HOST:PORT")
     parser.add_argument("--resume-step", type=int, help="the run is resumed after this step; later ones are lost")
+    parser.add_argument("--line", type=int, help="number of this return to --resume-step; with the same one it is done")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         config = load_resolved(arguments.run_folder / "config.json")
-        broker = Broker(config, arguments.run_folder, arguments.endpoint, arguments.resume_step)
+        broker = Broker(config, arguments.run_folder, arguments.endpoint, arguments.resume_step, arguments.line)
     except (Error, OSError) as error:
         logging.error("%s", error)
         return 2 if isinstance(error, ConfigError) else 1

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from sao import _core
-from sao.broker import report
+from sao.broker import recovery, report
+from sao.broker.memory import Memory, last_line, open_log
 from sao.broker.state import State
 from sao.config import Config
 from sao.errors import ClosedError, ConfigError, LedgerError, TransportError, WireError
@@ -27,19 +28,29 @@ WORKERS: Final = ("generator", "learner")
 KEPT_MESSAGES: Final = 1000  # for a supervisor that has not joined yet
 TICK_S: Final = 1.0
 MAX_TOKENS: Final = 1 << 40  # that one rollout may claim to have sampled
+AWAY: Final = ("silent", "unreachable")  # how reasons begin with which a peer may be back
 LEARNER_GRACE_S: Final = 60.0  # for a learner that has left to come back
 
 
 class Broker:
     """Serves `endpoint` until the run is done and its workers have left; after `end`, `shutdown_s` later at the latest.
 
-    The ledger is `<run_folder>/ledger.log`; tasks that an earlier broker left unfinished there are started again. With
-    `resume_step` those that were trained in later steps are, too: the learner has lost these steps. Raises
-    `TransportError` when it cannot listen and `LedgerError` when the ledger is damaged.
+    The ledger is `<run_folder>/ledger.log`, the log (`buffer.durability`) is in `<run_folder>/wal`. A broker of a run
+    with a log goes on where the one before it was killed; without, tasks that were left unfinished are started again.
+    With `resume_step` the learner has lost later steps: what was trained in them is played again. `line` numbers such
+    returns, so that a broker that is killed after one does not return once more. Raises `TransportError` when it cannot
+    listen and `LedgerError` when the ledger is damaged.
     """
 
-    def __init__(self, config: Config, run_folder: Path, endpoint: str, resume_step: int | None = None) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: Config,
+        run_folder: Path,
+        endpoint: str,
+        resume_step: int | None = None,
+        line: int | None = None,
+    ) -> None:
+        self._config, self._line = config, line or 0
         self._early: deque[tuple[str, dict[str, Any]]] = deque(maxlen=KEPT_MESSAGES)
         transport = config.transport
         keys = server_keys(transport.keys, endpoint)
@@ -53,16 +64,24 @@ class Broker:
             heartbeat_s=transport.heartbeat_s,
             peer_timeout_s=transport.peer_timeout_s,
             keys=keys,
+            commit=self._persist if config.buffer.durability != "off" else None,
         )
+        self._mailbox = self.actor.mailbox
+        self.memory: Memory | None = None
         try:
             self.ledger = _core.Ledger(str(run_folder / "ledger.log"))
+            log_ = open_log(config, run_folder)
+            if resume_step is not None and log_ is not None and line is not None and last_line(log_) == line:
+                resume_step = None  # an earlier broker has gone back already
             back = [] if resume_step is None else self.ledger.rewind(resume_step)
             point("ledger.rewound")
-            self.state = State(config, self.ledger, self, time.monotonic(), resume_step)
+            self.memory = Memory(log_, self.ledger, goes_on=resume_step is None)
+            self.state = State(config, self.ledger, self, time.monotonic(), resume_step, self.memory)
         except BaseException:
             self.actor.close(0)
+            if self.memory is not None:
+                self.memory.close()
             raise
-        self._mailbox = self.actor.mailbox
         self._takes: dict[Hashable, Request] = {}
         self._endings = 0
         self._closing_since: float | None = None
@@ -84,8 +103,10 @@ class Broker:
         finally:
             self.actor.close()
             try:
-                self.ledger.close()
+                if self.memory is not None:
+                    self.memory.close(remove=self.state.done is not None and not self.state.done["failed"])
             finally:
+                self.ledger.close()
                 log.info("closed")
 
     def end(self, reason: str) -> None:
@@ -97,6 +118,10 @@ class Broker:
             self.actor.call(lambda: self._end(reason))
 
     # -- how the state's decisions leave (`Wire`)
+
+    def _persist(self) -> None:
+        if self.memory is not None:
+            self.memory.commit(recovery.note_of(self.state, self._line))
 
     def to_generator(self, name: str, kind: str, body: dict[str, Any]) -> None:
         """Pushes to one generator."""
@@ -150,6 +175,7 @@ class Broker:
         on("take", "learner", self._take)
         on("commit", "learner", self._commit)
         on("event", "learner", lambda r, _: self.state.event(r.body["level"], r.body["text"]))
+        on("left", "supervisor", self._left)
         on("stop", "supervisor", lambda r, now: self.state.finish(r.body["reason"], now, ok=False))
         actor.on("snapshot", lambda r: Reply("snapshot", self.snapshot()))
         actor.on("error", self._worker_error, *WORKERS)
@@ -181,6 +207,17 @@ class Broker:
         if not 0 <= tokens < MAX_TOKENS:
             raise WireError(f"failure.sampled_tokens: {tokens} is not in [0, {MAX_TOKENS})")
         return Reply(body=self.state.failure(request.peer.name, request.body, now))
+
+    def _left(self, request: Request, now: float) -> Reply:
+        """The supervisor saw a process end: nobody waits for what it would have said."""
+        body = request.body
+        who = (body["role"], body["name"])
+        for peer in [p for p in self._mailbox.peers.values() if (p.role, p.name) == who]:
+            if peer.incarnation <= body["incarnation"]:
+                self._mailbox.drop(peer, body["reason"])
+        if body["role"] == "generator" and body["name"] not in self.state.pool.by_name:
+            self.state.told_left(body["name"], now)
+        return Reply(body={"step": self.state.step, "version": self.state.versions.current})
 
     def _commit(self, request: Request, now: float) -> Reply:
         point("broker.commit")
@@ -233,6 +270,8 @@ class Broker:
                 raise TransportError(f"learner {others[0].name} is here already: a run has one learner")
             self.state.learner_joined(peer.hello)
         elif peer.role == "generator":
+            if not all(_is_task(task) for task in peer.hello.get("tasks", [])):
+                raise WireError("hello.tasks: expected a list of [ordinal, attempt]")
             self.state.generator_joined(peer.name, now)
         log.info("%s %s incarnation %d joined", peer.role, peer.name, peer.incarnation)
         self.actor.call(lambda: self._joined(peer))  # after the welcome has been sent
@@ -243,8 +282,14 @@ class Broker:
             early, self._early = self._early, deque(maxlen=KEPT_MESSAGES)
             for kind, body in early:
                 self._push(peer, kind, body)
+            if self.state.shown and peer.hello.get("step", self.state.step) < self.state.shown["step"]:
+                self._push(peer, "step", self.state.shown)  # a broker before this one was killed before it could
+            if self.state.done is not None:
+                self._push(peer, "done", self.state.done)
         elif self.state.done is not None:
             self._push(peer, "stop", {"reason": self.state.done["reason"]})
+        elif peer.role == "generator":
+            recovery.claim(self.state, peer.name, peer.hello.get("tasks", []), time.monotonic())
         elif peer.role == "learner":
             self.state.progress(time.monotonic())
 
@@ -256,7 +301,8 @@ class Broker:
         elif peer.role == "learner":
             for key in [key for key, request in self._takes.items() if request.peer is peer]:
                 del self._takes[key]
-            self.state.learner_left(reason, now)
+            outage_s = self._config.transport.outage_s if reason.startswith(AWAY) else 0.0
+            self.state.learner_left(reason, now, now + outage_s if outage_s else None)
             if reason == GOODBYE:
                 self.actor.after(LEARNER_GRACE_S, self._check_learner)
 
@@ -289,6 +335,7 @@ class Broker:
 
     def _crash(self, error: Exception) -> None:
         log.exception("broker failed")
+        self._mailbox.release(discard=True)  # what is not on disk was never said
         reason = f"broker: {type(error).__name__}: {error}"
         try:
             self.to_supervisor("done", {"reason": reason, "failed": True, "step": self.state.step})
@@ -296,3 +343,7 @@ class Broker:
                 self._push(peer, "stop", {"reason": reason})
         except ClosedError:
             log.error("peers could not be told")
+
+
+def _is_task(task: Any) -> bool:
+    return isinstance(task, list) and len(task) == 2 and all(type(number) is int and number >= 0 for number in task)

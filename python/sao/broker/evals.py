@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,6 +125,17 @@ class EvalRounds:
             (step, version), self._waiting = self._waiting, None
             self.due(step, version, now)
         return body
+
+    def left(self) -> tuple[int, tuple[int, int] | None]:
+        """What a later broker must know: rounds begun, and step and version of the newest without a result."""
+        current = self.current
+        return self._rounds, self._waiting or ((current.step, current.version) if current else None)
+
+    def restore(self, rounds: int, due: Sequence[int] | None, now: float) -> None:
+        """Goes on after so many rounds; a round without a result begins anew, under new ordinals."""
+        self._rounds = rounds
+        if due is not None:
+            self.due(due[0], due[1], now)
 
     def abandon(self) -> None:
         """Ends all rounds without a result."""

@@ -11,9 +11,10 @@ from collections.abc import Hashable
 from typing import Any
 
 from sao import _core
-from sao.broker import intake, report
+from sao.broker import intake, leases, recovery, report
 from sao.broker.evals import EvalRounds
 from sao.broker.groups import INCOMPLETE, Groups
+from sao.broker.memory import Memory
 from sao.broker.metrics import GapAlarm, StepMeter
 from sao.broker.store import Store
 from sao.broker.tasks import Generator, OpenLease, Pool, Take, Task, TaskBook, reason_code, task_seed
@@ -33,13 +34,21 @@ class State:
     wrong. `resumed`: the step from which a run is resumed; nothing is handed out before the learner continues there.
     """
 
-    def __init__(self, config: Config, ledger: Any, wire: Wire, now: float, resumed: int | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        ledger: Any,
+        wire: Wire,
+        now: float,
+        resumed: int | None = None,
+        memory: Memory | None = None,
+    ) -> None:
         self.config, self.wire = config, wire
         limits = config.buffer
         self.store = Store(limits.max_trajectories, limits.max_bytes, 9 * config.sampling.context_tokens + 4096)
         self.versions = Versions()
         self.pool = Pool()
-        self.book = TaskBook(ledger)
+        self.book = TaskBook(ledger, memory)
         self.groups = Groups(config.algorithm.group_size, self.book)
         self.evals = EvalRounds(config.run.seed, config.eval.episodes, config.transport.rollout_timeout_s)
         self.meter = StepMeter(now, ledger.tokens()["sampled"])
@@ -54,10 +63,18 @@ class State:
         self._admission = _core.Admission(config.staleness.max_lag, config.learner.batch_trajectories)
         self._commits = 0  # since this broker was started, as are the trained trajectories that go with them
         self._trained_before: int = ledger.counts()["trained"]
-        self._next_lease = 1
-        self._last_evaluated = -1
+        self.next_lease, self.last_lease = 1, 0
+        self.last_evaluated = -1
+        self.shown: dict[str, Any] = {}
+        """The last step as the supervisor is shown it."""
+        self.learner_session = ""
+        self.learner_back_by: float | None = None
+        """When what the learner holds is given back, unless it is heard again."""
+        self.missing: set[str] = set()  # generators of an earlier broker, to join again until `missing_until`
+        self.missing_until = now
+        recovery.restore(self, now)
         for task in self.groups.broken():
-            self.book.drop(task, None, INCOMPLETE, 0)
+            self.book.drop(task, None, INCOMPLETE, task.sampled_tokens)
 
     # -- generators
 
@@ -75,8 +92,14 @@ class State:
             self.event("warning", f"generator {name}: {reason}; {count} tasks in flight are started again")
             for ordinal in sorted(generator.train):
                 if ordinal in self.book.live:  # else its group has ended in this very loop
-                    self._again(self.book.live[ordinal], generator, "generator_lost")
+                    self.again(self.book.live[ordinal], generator, "generator_lost")
             self.evals.lost(generator.evals)
+        self.told_left(name, now)
+
+    def told_left(self, name: str, now: float) -> None:
+        """A generator of this name has ended; also one that has not joined again after a restart of the broker."""
+        self.missing.discard(name)
+        recovery.orphans(self, now)
         self.progress(now)
 
     def slots(self, name: str, free: int, received: int | None, now: float) -> None:
@@ -120,7 +143,7 @@ class State:
             self._failed(name, fault, f"task {ordinal}", now)
             self.progress(now)
             return _refused(fault)
-        task.n_tokens, task.sampled_tokens, task.min_version = facts["n_tokens"], tokens, facts["min_version"]
+        self.book.facts(task, facts)
         self.book.ready(task, generator, now)
         self.failures_in_a_row = 0
         oldest = self._oldest_kept()
@@ -128,6 +151,7 @@ class State:
             self._drop_stale(task)
         else:
             self.store.put(ordinal, header, payload, task.min_version)
+            self.book.memory.trajectory(ordinal, attempt, header, payload)
         self.progress(now)
         return ACCEPTED
 
@@ -141,7 +165,7 @@ class State:
             return _refused(task)
         reason, generator = self._reason(body["reason"]), self.pool.by_name.get(name)
         if self.groups.size > 1:
-            self._again(task, generator, f"failed_{reason}", tokens)
+            self.again(task, generator, f"failed_{reason}", tokens)
         else:
             self._drop(task, generator, f"failed_{reason}", tokens)
         self._failed(name, reason, str(body.get("detail", "")), now)
@@ -172,26 +196,38 @@ class State:
         """The learner is here. `step` and `weights` in its greeting: where it continues, and its weights if they are
         newer.
         """
+        session, self.learner_back_by = hello.get("session", ""), None
+        if session and session == self.learner_session:
+            return  # it was here before, and holds what it was given
+        for lease in sorted(self.leases, reverse=True):
+            leases.give_back(self, lease)
+        self.learner_session = session
         step, weights = hello.get("step", self.step), hello.get("weights")
         if self.awaiting and step != self.step:
             raise TransportError(f"the learner continues after step {step}, the run after step {self.step}")
         self.step = step
-        if weights:
+        if weights and not self.versions.repeated(weights):
             self.versions.check(weights)
             self._publish(weights)
         if self.awaiting:
+            recovery.fit(self)
             self.awaiting, self.pool.floor = False, self.versions.current
             if step % max(1, self.config.eval.every_steps):
-                self._last_evaluated = step  # no round was due here
+                self.last_evaluated = step  # no round was due here
 
-    def learner_left(self, reason: str, now: float) -> None:
-        """The learner is gone: what it held is given back, in the old order."""
+    def learner_left(self, reason: str, now: float, back_by: float | None = None) -> None:
+        """The learner is gone: what it held is given back, in the old order; at `back_by` if it may be back before."""
         self.takes.clear()
+        self.learner_back_by = back_by
+        if back_by is not None:
+            if not self.ending:
+                self.event("warning", f"learner: {reason}; what it holds is kept for it for {back_by - now:.0f} s")
+            return
         count = sum(len(lease.held) for lease in self.leases.values())
         if not self.ending:
             self.event("warning", f"learner: {reason}; {count} leased trajectories given back")
         for lease in sorted(self.leases, reverse=True):
-            self._give_back(lease)
+            leases.give_back(self, lease)
         self.progress(now)
 
     def take(self, key: Hashable, n: int, now: float) -> None:
@@ -213,7 +249,7 @@ class State:
         """The learner no longer waits for this `take`: it is forgotten, or what it was given is given back."""
         self.takes = deque(take for take in self.takes if take.key != key)
         for lease in [number for number, lease in self.leases.items() if lease.key == key]:
-            self._give_back(lease)
+            leases.give_back(self, lease)
         self.progress(now)
 
     def commit(self, body: dict[str, Any], now: float) -> dict[str, Any]:
@@ -225,6 +261,8 @@ class State:
         """
         number, weights, step = body["lease"], body["weights"], body["step"]
         lease = self.leases.get(number)
+        if lease is None and (number, step) == (self.last_lease, self.step):
+            return {"version": self.versions.current, "step": self.step}  # heard before, the answer was lost
         if lease is None:
             raise TransportError(f"commit.lease: {number} is not open")
         if step <= self.step:
@@ -234,16 +272,17 @@ class State:
         ordinals = [ordinal for ordinal, _ in lease.held]
         tasks = self.book.trained(number, ordinals, step, body["trained_tokens"], body["masked_tokens"])
         del self.leases[number]
+        self.last_lease = number
         for task, (_, held) in zip(tasks, lease.held, strict=True):
-            held.commit()
+            if held is not None:
+                held.commit()
             self.meter.ended(task.n_tokens, True)
         self.step, self._commits = step, self._commits + 1
         if weights is not None:
             self._publish(weights)
         self.book.settle()
-        self.wire.to_supervisor(
-            "step", {"step": step, "metrics": {**body["metrics"], **report.step_metrics(self, now)}}
-        )
+        self.shown = {"step": step, "metrics": {**body["metrics"], **report.step_metrics(self, now)}}
+        self.wire.to_supervisor("step", self.shown)
         if alarm := self.gap_alarm.look(body["metrics"]):
             self.event("warning", f"step {step}: {alarm}")
         last = "all steps done" if step >= self.config.run.steps else body.get("done")
@@ -265,6 +304,9 @@ class State:
                 break  # in the order of their start
             if task.ordinal in self.book.running:  # else its group has ended in this very loop
                 self._overdue(task, now)
+        if self.learner_back_by is not None and now > self.learner_back_by:
+            self.learner_left("did not come back", now)
+        recovery.orphans(self, now)
         for take in self.takes:
             if now - take.warned >= 60.0:
                 take.warned = now
@@ -283,7 +325,7 @@ class State:
         self._end(reason)
         if ok:
             for number in list(self.leases):
-                self._give_back(number)
+                leases.give_back(self, number)
             self.book.drop_all(self.pool, "run_ended")
             self.store.clear()
         self.done = {"reason": reason, "failed": not ok, "step": self.step, "tokens": self.book.ledger.tokens()}
@@ -323,8 +365,8 @@ class State:
         if self.done is not None:
             return
         if self.store.refill():
-            self._drop_too_old()  # versions may have advanced while these waited
-        while self.takes and self._serve(self.takes[0], now):
+            self.drop_too_old()  # versions may have advanced while these waited
+        while self.takes and leases.serve(self, self.takes[0], now):
             self.takes.popleft()
         while (result := self.evals.finish(now)) is not None:
             self._evaluated(result)
@@ -361,14 +403,14 @@ class State:
             self._drop(task, generator, "deadline", 0)
         else:
             task.timed_out = True
-            self._again(task, generator, "deadline")
+            self.again(task, generator, "deadline")
 
     def _drop(self, task: Task, generator: Generator | None, reason: str, tokens: int) -> None:
         """Ends a task without training, and with it its group."""
         self.book.drop(task, generator, reason, tokens)
         self._end_group(task)
 
-    def _again(self, task: Task, generator: Generator | None, reason: str, tokens: int = 0) -> None:
+    def again(self, task: Task, generator: Generator | None, reason: str, tokens: int = 0) -> None:
         """Has a task started again; after its last attempt its group ends."""
         if not self.book.again(task, generator, reason, tokens):
             self._end_group(task)
@@ -391,7 +433,7 @@ class State:
         """Hands tasks to free slots: held-out ones first, then as many training ones as there are permits."""
         if self.done is not None or self.awaiting:
             return
-        if self._last_evaluated < 0 and self.pool.by_name:
+        if self.last_evaluated < 0 and self.pool.by_name:
             self._evaluate(now)
         out: dict[str, list[dict[str, Any]]] = {}
         permits = self.permits()
@@ -415,70 +457,28 @@ class State:
 
     # -- inside: leases and versions
 
-    def _serve(self, take: Take, now: float) -> bool:
-        """Answers a take when its trajectories are ready: in order of completion, or in order of issue (`window`).
-
-        `window`: the `n` oldest tasks must all be ready. When a task is started at most (max_lag + 1) * batch - 1
-        others are before it, so it is used in the (max_lag + 1)-th update from then at the latest: no token exceeds
-        `max_lag`.
-        """
-        if self.config.staleness.discipline == "window":
-            head = self.book.head(take.n)
-            held = self.store.take_these(head) if head else []
-        elif self.groups.size > 1:
-            whole = self.groups.ready(take.n)
-            held = self.store.take_these(whole) if whole else []
-        else:
-            held = self.store.take(take.n)
-        if not held:
-            return False
-        number, ordinals = self._next_lease, [ordinal for ordinal, _ in held]
-        self._next_lease += 1
-        tasks = self.book.lease(number, ordinals)
-        self.leases[number] = OpenLease(take.key, held)
-        for task in tasks:
-            self.meter.taken(self.versions.current - task.min_version, now - task.finished)
-        self.meter.wait_s += now - take.since
-        body = {
-            "lease": number,
-            "version": self.versions.current,
-            "step": self.step,
-            "ordinals": ordinals,
-            "attempts": [task.attempt for task in tasks],
-            "ages_s": [now - task.finished for task in tasks],
-        }
-        views = [memoryview(part) for _, lease in held for part in (lease.header, lease.payload)]
-        self.wire.batch(take.key, body, tuple(views))
-        return True
-
-    def _give_back(self, number: int) -> None:
-        lease = self.leases.pop(number)
-        self.book.give_back(number, [ordinal for ordinal, _ in lease.held])
-        for _, held in lease.held:
-            held.give_back()
-        self._drop_too_old()
-
     def _publish(self, weights: dict[str, Any]) -> None:
         """A new version: the clock advances, all generators are told, rollouts that are too old now are dropped."""
         body = self.versions.publish(weights)
         for name in list(self.pool.by_name):
             self.wire.to_generator(name, "version", body)
-        self._drop_too_old()
+        self.drop_too_old()
 
     def _oldest_kept(self) -> int | None:
         """The oldest version that is still trained, `None` when nothing is dropped for its age."""
         limits = self.config.staleness
         return max(0, self.versions.current - limits.max_lag) if limits.stale == "drop" else None
 
-    def _drop_too_old(self) -> None:
+    def drop_too_old(self) -> None:
+        """Rollouts that became too old for the versions there are now are dropped, where that is configured."""
         for ordinal in self.store.keep_from(self.versions.current, self._oldest_kept()):
             self._drop_stale(self.book.live[ordinal])
 
     # -- inside: evaluation and the end
 
     def _evaluate(self, now: float) -> None:
-        if self.config.eval.every_steps > 0 and self._last_evaluated != self.step:
-            self._last_evaluated = self.step
+        if self.config.eval.every_steps > 0 and self.last_evaluated != self.step:
+            self.last_evaluated = self.step
             self.evals.due(self.step, self.versions.current, now)
 
     def _evaluated(self, result: dict[str, Any]) -> None:

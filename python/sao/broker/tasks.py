@@ -10,7 +10,8 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sao.faults import point
+from sao import _core
+from sao.broker.memory import Memory
 
 Split = Literal["train", "eval"]
 MAX_ATTEMPTS = (
@@ -48,6 +49,7 @@ class Task:
     n_tokens: int = 0
     sampled_tokens: int = 0
     min_version: int = 0
+    max_version: int = 0
 
 
 @dataclass(slots=True)
@@ -84,6 +86,7 @@ class OpenLease:
 
     key: Hashable
     held: list[tuple[int, Any]]
+    """Ordinal and the buffer's lease; None where the log has lost the trajectory and only the learner has it."""
 
 
 class Pool:
@@ -123,20 +126,51 @@ class TaskBook:
     is started again keeps its ordinal and gets the next attempt.
     """
 
-    def __init__(self, ledger: Any) -> None:
-        self.ledger = ledger
-        for lease, _ in ledger.leases():
-            ledger.give_back(lease)
+    def __init__(self, ledger: Any, memory: Memory | None = None) -> None:
+        """`memory`: what an earlier broker has left."""
+        self.ledger, self.memory = ledger, memory or Memory(None, ledger)
+        goes_on = self.memory.past.goes_on
+        if not goes_on:
+            for lease, _ in ledger.leases():
+                ledger.give_back(lease)
         self.live: dict[int, Task] = {}
-        for ordinal, attempt, phase in ledger.unfinished():  # of an earlier broker: their trajectories are gone
-            if phase != "requeued":
-                ledger.requeue(ordinal, "restart")
-            self.live[ordinal] = Task(ordinal, attempt)
-        self.next_ordinal: int = ledger.next_ordinal
         self.running: dict[int, Task] = {}  # in the order of their start
-        self.dropped: Counter[str] = Counter()
         self.n_leased = 0
-        self._queue: list[int] = sorted(self.live)
+        for ordinal, attempt, phase in ledger.unfinished():  # of an earlier broker
+            self.live[ordinal] = self._again_here(ordinal, attempt, phase, goes_on)
+        self.next_ordinal: int = ledger.next_ordinal
+        self.dropped: Counter[str] = Counter()
+        self._queue: list[int] = sorted(o for o, task in self.live.items() if task.state == "queued")
+
+    def _again_here(self, ordinal: int, attempt: int, phase: str, goes_on: bool) -> Task:
+        """A task as an earlier broker has left it: with its trajectory, with its generator, or to be started again."""
+        task, left = Task(ordinal, attempt), self.memory.past.trajectories.get(ordinal)
+        if left is not None:
+            self.facts(task, _core.summary(left[1]))
+        if phase == "leased":
+            self.n_leased += 1
+            task.state = "leased"
+        elif left is not None:
+            if phase == "issued":
+                self.ledger.generating(ordinal, attempt)
+            if phase != "ready":
+                self.ledger.ready(ordinal, attempt, task.sampled_tokens)
+            task.state = "ready"
+        elif goes_on and phase in ("issued", "generating"):
+            if phase == "issued":
+                self.ledger.generating(ordinal, attempt)
+            task.state = "running"
+            self.running[ordinal] = task
+        elif phase != "requeued":
+            self.ledger.requeue(ordinal, "log_damaged" if phase == "ready" and goes_on else "restart")
+            task.attempt += 1
+        return task
+
+    @staticmethod
+    def facts(task: Task, facts: dict[str, Any]) -> None:
+        """Takes what a trajectory's header says of its tokens."""
+        task.n_tokens, task.sampled_tokens = facts["n_tokens"], facts["n_actions"]
+        task.min_version, task.max_version = facts["min_version"], facts["max_version"]
 
     @property
     def n_queued(self) -> int:
@@ -165,10 +199,12 @@ class TaskBook:
     def current(self, ordinal: int, attempt: int, tokens: int) -> Task | str:
         """The running task that an answer belongs to, or why it is refused; tokens of late answers are counted."""
         task = self.live.get(ordinal)
-        if task is not None and task.attempt == attempt and task.state != "queued":
-            return task if task.state == "running" else "duplicate"
         if ordinal >= self.next_ordinal or (task is not None and attempt > task.attempt):
             return "unknown task"
+        if not self.memory.answered(ordinal, attempt):
+            return "duplicate"
+        if task is not None and task.attempt == attempt and task.state != "queued":
+            return task if task.state == "running" else "duplicate"
         self.ledger.waste("late", tokens)
         self.dropped["late"] += 1
         return "late"
@@ -187,11 +223,17 @@ class TaskBook:
         if task.losses >= MAX_ATTEMPTS:
             self.drop(task, generator, reason, tokens)
             return False
-        self.ledger.requeue(task.ordinal, reason, tokens)
-        self._stop(task, generator)
-        task.state = "queued"
-        heapq.heappush(self._queue, task.ordinal)
+        self.requeue(task, generator, reason, tokens)
         return True
+
+    def requeue(self, task: Task, generator: Generator | None, reason: str, tokens: int | None) -> None:
+        """Puts a task that is not queued back to be started again; `tokens` None: those it is known to have."""
+        self.ledger.requeue(task.ordinal, reason, tokens)
+        self.memory.gone(task.ordinal)
+        if task.state == "running":
+            self._stop(task, generator)
+        task.state, task.attempt = "queued", task.attempt + 1
+        heapq.heappush(self._queue, task.ordinal)
 
     def drop(self, task: Task, generator: Generator | None, reason: str, tokens: int) -> None:
         """Ends a task that is not leased without training."""
@@ -200,6 +242,7 @@ class TaskBook:
             heapq.heapify(self._queue)
             task.attempt = self.ledger.issue(task.ordinal)
         self.ledger.drop(task.ordinal, task.attempt, reason, tokens)
+        self.memory.gone(task.ordinal)
         self.dropped[reason] += 1
         if task.state == "running":
             self._stop(task, generator)
@@ -232,6 +275,8 @@ class TaskBook:
         """
         self.ledger.trained(number, max(step, (self.ledger.last_step or 0) + 1), trained, masked)
         tasks = [self.live.pop(ordinal) for ordinal in ordinals]
+        for task in tasks:
+            self.memory.gone(task.ordinal)
         self.n_leased -= len(tasks)
         return tasks
 
@@ -251,9 +296,7 @@ class TaskBook:
     def settle(self) -> dict[str, Any]:
         """Checks that every token is somewhere, brings the ledger to the disk, and returns its tokens."""
         self.ledger.check()
-        point("ledger.append")
-        self.ledger.sync()
-        point("ledger.synced")
+        self.memory.settle()
         tokens: dict[str, Any] = self.ledger.tokens()
         return tokens
 

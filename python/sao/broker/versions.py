@@ -41,6 +41,20 @@ class Versions:
             del self.fingerprints[next(iter(self.fingerprints))]
         return self.weights
 
+    def restore(self, version: int, weights: dict[str, Any] | None, fingerprints: dict[int, str]) -> None:
+        """Goes on where an earlier broker was."""
+        if version > self.current:
+            self._clock.advance(version)
+        self.weights, self.fingerprints = weights, dict(fingerprints)
+
+    def repeated(self, weights: dict[str, Any]) -> bool:
+        """Whether these are the current weights once more, perhaps at another place; they are then the ones to load."""
+        known = self.fingerprints.get(self.current)
+        if (weights.get("version"), weights.get("fingerprint")) != (self.current, known):
+            return False
+        self.weights = dict(weights)
+        return True
+
     def verify(self, version: int, fingerprint: str) -> None:
         """Raises `TransportError` when a generator's weights of a published version are not the published ones."""
         wanted = self.fingerprints.get(version)
