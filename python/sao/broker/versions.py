@@ -26,8 +26,8 @@ class Versions:
 
     def check(self, weights: dict[str, Any]) -> None:
         """Raises `ValidationError` unless these are complete and newer than the current ones."""
-        for key, kind in (("version", int), ("path", str), ("fingerprint", str)):
-            if not isinstance(weights.get(key), kind):
+        for key, kind in (("version", int), ("path", str), ("fingerprint", str), ("source", str)):
+            if not isinstance(weights.get(key, "" if key == "source" else None), kind):
                 raise ValidationError(f"weights.{key}: expected {kind.__name__}, got {weights.get(key)!r}")
         if weights["version"] <= self.current:
             raise ValidationError(f"weights.version: {weights['version']} must be above the current {self.current}")
@@ -35,7 +35,7 @@ class Versions:
     def publish(self, weights: dict[str, Any]) -> dict[str, Any]:
         """Advances the clock to checked weights and returns what generators are told."""
         self._clock.advance(weights["version"])
-        self.weights = {key: weights[key] for key in ("version", "path", "fingerprint")}
+        self.weights = {key: weights[key] for key in ("version", "path", "fingerprint", "source") if key in weights}
         self.fingerprints[weights["version"]] = weights["fingerprint"]
         if len(self.fingerprints) > KNOWN_FINGERPRINTS:
             del self.fingerprints[next(iter(self.fingerprints))]

@@ -24,8 +24,10 @@ log = logging.getLogger("sao.generator")
 async def _run(arguments: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
     loop.set_default_executor(DaemonExecutor())  # tools of environments may block in `asyncio.to_thread`
-    config = load_resolved(Path(arguments.run_folder) / "config.json")
-    generator = make_generator(config, arguments.endpoint, arguments.name, arguments.incarnation)
+    config = load_resolved(arguments.config or arguments.run_folder / "config.json")
+    generator = make_generator(
+        config, arguments.endpoint, arguments.name, arguments.incarnation, arguments.weights_folder
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, generator.stop, signal.Signals(number).name)
     await generator.run()
@@ -34,10 +36,12 @@ async def _run(arguments: argparse.Namespace) -> None:
 def main() -> int:
     """Runs until told to stop. Exit codes: 0 done, 1 failed, 2 the configuration is wrong (a restart is no use)."""
     parser = argparse.ArgumentParser(prog="python -m sao.generator", description=__doc__)
-    parser.add_argument("--run-folder", required=True, help="folder that holds config.json")
+    parser.add_argument("--run-folder", type=Path, required=True, help="folder that holds config.json")
+    parser.add_argument("--config", type=Path, help="the configuration, if it is another file")
     parser.add_argument("--endpoint", required=True, help="address of the broker")
     parser.add_argument("--name", required=True, help="name of this generator, unique in the run")
     parser.add_argument("--incarnation", type=int, default=0, help="how often this name was started before")
+    parser.add_argument("--weights-folder", type=Path, help="own folder for weights pulled from another host")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are folders; nothing is fetched

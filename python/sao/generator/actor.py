@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +30,7 @@ from sao.errors import (
     WireError,
 )
 from sao.faults import point
+from sao.generator.arrivals import Arrivals
 from sao.generator.compaction import Compactor
 from sao.generator.engine import Engine, Request, check_completion
 from sao.generator.episode import Progress, Task, run_episode
@@ -67,8 +69,9 @@ class Generator:
         connect: ClientFactory,
         sampling_seed: int,
         summariser: Engine | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
-        self._summariser = summariser
+        self._summariser, self._arrivals = summariser, arrivals
         self._compactor = Compactor(config, renderer, summariser) if config.compaction.enabled else None
         self.config, self.engine, self.renderer = config, engine, renderer
         self._connect, self._sampling_seed = connect, sampling_seed
@@ -277,7 +280,7 @@ class Generator:
                 break
             self._newer.clear()
             try:
-                await self.engine.update_weights(ref)
+                await self.engine.update_weights(ref if self._arrivals is None else await self._arrivals.local(ref))
                 loaded = True
             except WeightsError as error:
                 # The file may be gone because there are newer ones: their announcement is then on the way.
@@ -285,7 +288,11 @@ class Generator:
                 try:
                     await asyncio.wait_for(self._newer.wait(), self.config.transport.peer_timeout_s)
                 except TimeoutError:
-                    raise error from None
+                    if self._arrivals is None:
+                        raise error from None
+                    log.warning(
+                        "still waiting for weights of version %d; %d is served", ref.version, self.engine.version
+                    )
         return loaded
 
     def _tell_loaded(self) -> None:
@@ -349,6 +356,8 @@ class Generator:
                 log.warning("engine: did not close within transport.shutdown_s = %g", self.config.transport.shutdown_s)
         if self._client is not None:
             await asyncio.to_thread(self._client.close)
+        if self._arrivals is not None:
+            self._arrivals.close()
 
 
 def make_renderer(config: Config) -> Renderer:
@@ -405,8 +414,13 @@ def make_summariser(config: Config, renderer: Renderer, seed: int) -> Engine | N
     return make_engine(config.model_copy(update={"model": model}), renderer, derive_seed(seed, "summariser"))
 
 
-def make_generator(config: Config, endpoint: str, name: str, incarnation: int) -> Generator:
-    """A generator as `python -m sao.generator` runs it. Raises `ConfigError` and `EngineError`."""
+def make_generator(
+    config: Config, endpoint: str, name: str, incarnation: int, weights_folder: Path | None = None
+) -> Generator:
+    """A generator as `python -m sao.generator` runs it. `weights_folder`: its own, for weights from other hosts.
+
+    Raises `ConfigError` and `EngineError`.
+    """
     registry.factory(config.env.name)  # a wrong name is found before anything slow is imported
     seed = derive_seed(config.run.seed, name, incarnation)
     keys = client_keys(config.transport.keys, endpoint, "generator", name)
@@ -427,7 +441,8 @@ def make_generator(config: Config, endpoint: str, name: str, incarnation: int) -
         )
 
     engine, summariser = make_engine(config, renderer, seed), make_summariser(config, renderer, seed)
-    return Generator(config, engine, renderer, connect, seed, summariser)
+    arrivals = None if weights_folder is None else Arrivals(config, weights_folder, endpoint, name, incarnation)
+    return Generator(config, engine, renderer, connect, seed, summariser, arrivals)
 
 
 def _in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[Any], None], argument: Any) -> None:

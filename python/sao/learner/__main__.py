@@ -10,11 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from sao import checkpoints
-from sao.config import load_resolved
+from sao.config import Config, load_resolved
 from sao.errors import ConfigError, Error
 from sao.faults import point
 from sao.transport.client import Client
-from sao.transport.keys import client_keys
+from sao.transport.keys import LEARNER, client_keys, server_keys
+from sao.transport.weight_bus import WeightsServer
 
 DONE, FAILED, BAD_CONFIG = 0, 1, 2
 _CONNECT_S = 60.0
@@ -26,6 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     """Trains until told to stop. Exit codes: 0 done, 1 failed, 2 the configuration is wrong (a restart is no use)."""
     parser = argparse.ArgumentParser(prog="python -m sao.learner", description=__doc__)
     parser.add_argument("--run-folder", type=Path, required=True, help="folder that holds config.json")
+    parser.add_argument("--config", type=Path, help="the configuration, if it is another file")
     parser.add_argument("--endpoint", required=True, help="address of the broker")
     parser.add_argument("--weights-folder", type=Path, required=True, help="folder where policy versions are published")
     parser.add_argument("--store", type=Path, help="file at which the ranks meet; default: MASTER_ADDR and MASTER_PORT")
@@ -35,9 +37,10 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are folders; nothing is fetched
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what learner.deterministic needs on GPUs
     client: Client | None = None
+    server: WeightsServer | None = None
     joined = False
     try:
-        config = load_resolved(arguments.run_folder / "config.json")
+        config = load_resolved(arguments.config or arguments.run_folder / "config.json")
         # Imported late: a wrong config.json is named before torch is loaded.
         from sao.learner.actor import train
         from sao.learner.checkpoint import republish, restore
@@ -55,9 +58,13 @@ def main(argv: list[str] | None = None) -> int:
                 max_message_bytes=transport.max_message_bytes,
                 heartbeat_s=transport.heartbeat_s,
                 peer_timeout_s=transport.peer_timeout_s,
+                outage_s=transport.outage_s,
                 keys=client_keys(transport.keys, arguments.endpoint, "learner", "learner"),
             )
         learner, trained, weights = Learner(config, world, arguments.weights_folder), None, None
+        if world.rank == 0 and config.transport.weights_bind is not None:
+            server = serve_weights(config)
+            learner.announce = server.publish
         if arguments.checkpoint is not None:
             checkpoint = checkpoints.read(arguments.checkpoint)
             restore(learner, checkpoint)
@@ -77,12 +84,28 @@ def main(argv: list[str] | None = None) -> int:
             with suppress(Error):
                 client.flush(deadline_s=5.0)
             client.close()
+        if server is not None:
+            server.close()
         world.leave()
         return DONE
     except ConfigError as error:
         return _fail(client, joined, error, BAD_CONFIG)
     except Exception as error:
         return _fail(client, joined, error, FAILED)
+
+
+def serve_weights(config: Config) -> WeightsServer:
+    """Serves this learner's weights to other hosts. Raises `ConfigError` and `TransportError`."""
+    transport = config.transport
+    assert transport.weights_bind is not None
+    server = WeightsServer(
+        transport.weights_bind,
+        keys=server_keys(transport.keys, transport.weights_bind, LEARNER),
+        heartbeat_s=transport.heartbeat_s,
+        peer_timeout_s=transport.peer_timeout_s,
+    )
+    log.info("weights for other hosts are served at %s", server.endpoint)
+    return server
 
 
 def _fail(client: Client | None, joined: bool, error: Exception, code: int) -> int:

@@ -230,7 +230,7 @@ def republish(learner: Learner, checkpoint: Checkpoint) -> WeightsRef | None:
         )
     if learner.version == 0 or learner.weights_folder is None:
         return None
-    return publish(tensors, learner.weights_folder, learner.version)
+    return learner.announce(publish(tensors, learner.weights_folder, learner.version))
 
 
 def _models(learner: Learner) -> dict[str, Any]:

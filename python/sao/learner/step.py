@@ -15,7 +15,7 @@ with a non-finite gradient, is skipped from there on: the optimizer at hand is l
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,6 +78,7 @@ class Learner:
         Raises `ConfigError` if the model cannot be loaded or packed.
         """
         self.config, self.world, self.weights_folder = config, world or World.alone(), weights_folder
+        self.announce: Callable[[WeightsRef], WeightsRef] = lambda ref: ref  # called with each version's file
         torch.set_num_threads(config.learner.threads)
         torch.use_deterministic_algorithms(config.learner.deterministic)
         torch.manual_seed(config.run.seed)
@@ -204,7 +205,7 @@ class Learner:
             return None
         tensors = full_tensors(self.policy.lm, self.config.model.dtype, self.world)
         point("publish.begin")
-        return None if tensors is None else publish(tensors, self.weights_folder, self.version)
+        return None if tensors is None else self.announce(publish(tensors, self.weights_folder, self.version))
 
     def _end(self, work: Work, kept: int, weights: WeightsRef | None, skipped: str | None) -> StepResult:
         metrics, sampled = work.metrics, work.batch.sampled_tokens

@@ -62,7 +62,10 @@ SCHEMA: Final[dict[str, dict[str, tuple[type, ...]]]] = {
     "loaded": {"version": _INT, "fingerprint": _STR},
     # broker -> generator
     "tasks": {"tasks": _LIST},
-    "version": {"version": _INT, "fingerprint": _STR, "path": _STR},
+    "version": {"version": _INT, "fingerprint": _STR, "path": _STR, "source?": _STR},
+    # generator <-> learner, on a line of their own
+    "pull": {"version": _INT, "offset": _INT, "size": _INT},
+    "chunk": {"version": _INT, "offset": _INT, "total": _INT, "crc32": _INT},
     # learner <-> broker
     "take": {"n": _INT},
     "batch": {"lease": _INT, "version": _INT, "ordinals": _LIST},

@@ -16,6 +16,8 @@ class WeightsRef:
     version: int
     path: str
     fingerprint: str
+    source: str = ""
+    """Endpoint that serves the file to hosts that do not see `path`; empty: none does."""
 
     def to_message(self) -> dict[str, Any]:
         """The reference as a plain map for a message body."""
@@ -27,4 +29,7 @@ class WeightsRef:
         for name, kind in (("version", int), ("path", str), ("fingerprint", str)):
             if not isinstance(body.get(name), kind):
                 raise WeightsError(f"weights reference: {name}: {body.get(name)!r} is not {kind.__name__}")
-        return cls(body["version"], body["path"], body["fingerprint"])
+        source = body.get("source", "")
+        if not isinstance(source, str):
+            raise WeightsError(f"weights reference: source: {source!r} is not str")
+        return cls(body["version"], body["path"], body["fingerprint"], source)

@@ -107,11 +107,22 @@ def bind_router(
         router.curve_secretkey = keys.pair.secret
         router.zap_domain = b"sao"
     try:
-        router.bind(endpoint)
+        router.bind(_numeric(endpoint))
     except zmq.ZMQError as error:
         router.close(linger=0)
         raise TransportError(f"endpoint {endpoint!r}: cannot listen: {error.strerror}") from None
     return router, router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def _numeric(endpoint: str) -> str:
+    """The endpoint with its host name looked up: ZeroMQ listens at addresses and interfaces only."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not endpoint.startswith("tcp://") or host == "*" or host.startswith("["):
+        return endpoint
+    try:
+        return f"tcp://{socket.gethostbyname(host)}:{port}"
+    except OSError:
+        return endpoint  # an interface, or what the bind itself will name
 
 
 def make_dealer(
@@ -128,6 +139,8 @@ def make_dealer(
     dealer.setsockopt(zmq.IDENTITY, identity)
     dealer.setsockopt(zmq.RECONNECT_IVL, 50)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    # Not at the listening end: to that, a connection that was closed means that the process behind it is gone.
+    dealer.setsockopt(zmq.TCP_MAXRT, STALLED_MS)
     dealer.setsockopt(zmq.CONNECT_TIMEOUT, STALLED_MS)
     if keys is not None:
         dealer.curve_serverkey = keys.server
@@ -149,4 +162,3 @@ def _options(sock: zmq.Socket[bytes], max_message_bytes: int) -> None:
     sock.setsockopt(zmq.RCVHWM, HIGH_WATER)
     sock.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
     sock.setsockopt(zmq.LINGER, 0)
-    sock.setsockopt(zmq.TCP_MAXRT, STALLED_MS)

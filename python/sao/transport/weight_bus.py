@@ -1,0 +1,289 @@
+"""Policy weights between hosts: the learner serves its newest files in chunks, a generator pulls the one it wants.
+
+The connection is its own, beside the one to the broker: a large model on a slow link delays no sign of life. A pulled
+file gets its name only when it is whole and has the fingerprint that the broker announced; until then, and whatever
+fails on the way, the version before it stays. Why the learner serves: `docs/decisions/weights-between-hosts.md`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import time
+import zlib
+from collections import deque
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from sao.errors import Error, TransportError, WeightsError
+from sao.transport.actor import Actor
+from sao.transport.client import Client
+from sao.transport.keys import GENERATOR, ClientKeys, ServerKeys
+from sao.transport.mailbox import Peer, Reply, Request
+from sao.transport.messages import Message
+from sao.transport.reference import WeightsRef
+from sao.transport.weight_file import fingerprint_file
+
+log = logging.getLogger(__name__)
+
+SMALLEST_BYTES: Final = 1 << 16  # of a chunk, at first and on slow links
+LARGEST_BYTES: Final = 1 << 22
+WIDEST: Final = 8  # chunks asked for at once
+QUICK_S, SLOW_S = 0.25, 1.0  # a chunk that takes less: ask for more at once; more: for less
+TRIES: Final = 3  # of one chunk whose checksum is wrong
+IN_USE_S: Final = 30.0  # an older version is kept open while it was asked for within this time
+KEPT: Final = 3  # versions that may be open
+HEADER_BYTES: Final = 1 << 16  # room for what a message holds beside the chunk
+
+
+@dataclass
+class _Open:
+    file: int
+    n_bytes: int
+    asked: float
+
+
+class WeightsServer:
+    """Serves published versions at `endpoint` from a thread of its own, to generators only."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        keys: ServerKeys | None,
+        heartbeat_s: float = 1.0,
+        peer_timeout_s: float = 15.0,
+    ) -> None:
+        """Listens at once; a host name is looked up, `*` is every interface. Raises `TransportError`."""
+        self._lock = threading.Lock()
+        self._open: dict[int, _Open] = {}
+        self.sent_bytes = 0
+        self._announced = endpoint
+        self._actor = Actor(
+            endpoint,
+            on_join=self._join,
+            on_leave=lambda peer, reason: None,
+            max_message_bytes=LARGEST_BYTES + HEADER_BYTES,
+            heartbeat_s=heartbeat_s,
+            peer_timeout_s=peer_timeout_s,
+            keys=keys,
+        )
+        if endpoint.endswith(":0"):
+            self._announced = self._actor.endpoint
+        self._actor.on("pull", self._pull, GENERATOR)
+        self._thread = threading.Thread(target=self._actor.run, name="sao-weights", daemon=True)
+        self._thread.start()
+
+    @property
+    def endpoint(self) -> str:
+        """Where it listens."""
+        return self._actor.endpoint
+
+    def publish(self, ref: WeightsRef) -> WeightsRef:
+        """From now on `ref` is served, even when its file is removed; returns it with this server as its source.
+
+        From any thread. Raises `WeightsError`.
+        """
+        try:
+            file = os.open(ref.path, os.O_RDONLY | os.O_CLOEXEC)
+            added = _Open(file, os.fstat(file).st_size, 0.0)
+        except OSError as error:
+            raise WeightsError(f"weights of version {ref.version}: cannot be served: {error}") from None
+        with self._lock:
+            unused = [version for version, kept in self._open.items() if time.monotonic() - kept.asked > IN_USE_S]
+            unused += sorted(set(self._open) - set(unused))[: max(0, len(self._open) - len(unused) + 1 - KEPT)]
+            for version in {*unused, ref.version} & set(self._open):
+                os.close(self._open.pop(version).file)
+            self._open[ref.version] = added
+        return replace(ref, source=self._announced)
+
+    def close(self) -> None:
+        """Ends the thread and closes all files."""
+        self._actor.stop()
+        self._thread.join(5.0)
+        self._actor.close(0)
+        with self._lock:
+            for kept in self._open.values():
+                os.close(kept.file)
+            self._open.clear()
+
+    def _join(self, peer: Peer) -> dict[str, Any]:
+        if peer.role != GENERATOR:
+            raise TransportError(f"weights are for generators, not for a {peer.role}")
+        with self._lock:
+            return {"version": max(self._open, default=0), "weights": None}
+
+    def _pull(self, request: Request) -> Reply:
+        version, offset, size = (request.body[key] for key in ("version", "offset", "size"))
+        with self._lock:
+            kept = self._open.get(version)
+            if kept is None:
+                raise WeightsError(f"version {version} is not served, only {sorted(self._open)}")
+            if not (0 <= offset < kept.n_bytes and 0 < size <= LARGEST_BYTES):
+                raise WeightsError(f"{size} bytes at {offset}: the file has {kept.n_bytes}, a chunk {LARGEST_BYTES}")
+            kept.asked = time.monotonic()
+            chunk = os.pread(kept.file, size, offset)
+        self.sent_bytes += len(chunk)
+        about = {"version": version, "offset": offset, "total": kept.n_bytes, "crc32": zlib.crc32(chunk)}
+        return Reply("chunk", about, (chunk,))
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """What a pull brought: the reference to the local file, its size and the time that the transfer took."""
+
+    ref: WeightsRef
+    n_bytes: int
+    seconds: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Speed of the transfer, verification not counted."""
+        return self.n_bytes / max(self.seconds, 1e-9)
+
+
+def source_of(ref: WeightsRef, broker: str) -> str:
+    """The endpoint that serves `ref`; the host `*` stands for the broker's, as this side knows it."""
+    host, _, port = ref.source.removeprefix("tcp://").rpartition(":")
+    if host in ("*", "0.0.0.0", "[::]"):
+        return f"{broker.rpartition(':')[0]}:{port}"
+    return ref.source
+
+
+def pull(
+    ref: WeightsRef,
+    folder: Path,
+    endpoint: str,
+    *,
+    name: str,
+    incarnation: int = 0,
+    keys: ClientKeys | None = None,
+    heartbeat_s: float = 1.0,
+    patience_s: float = 15.0,
+) -> Pulled:
+    """Brings the file of `ref` from `endpoint` into `folder`, in place of older ones there.
+
+    Raises `WeightsError` that names version, endpoint and place when no chunk arrives for `patience_s`, a chunk stays
+    wrong, there is no room, or the whole does not have the fingerprint; then `folder` is as it was.
+    """
+    what = f"weights of version {ref.version} from {endpoint}"
+    final = folder / f"weights-{ref.version:010d}.safetensors"
+    part = folder / f".{final.name}.part"
+    try:
+        client = Client(
+            endpoint,
+            role=GENERATOR,
+            name=name,
+            incarnation=incarnation,
+            max_message_bytes=LARGEST_BYTES + HEADER_BYTES,
+            heartbeat_s=heartbeat_s,
+            peer_timeout_s=max(patience_s, 3 * heartbeat_s),
+            keys=keys,
+            outage_s=patience_s,
+        )
+        with client:
+            client.connect(deadline_s=patience_s)
+            begin = time.monotonic()
+            n_bytes = _Transfer(client, ref.version, part, patience_s).run()
+            seconds = time.monotonic() - begin
+        found = fingerprint_file(part)
+        if found != ref.fingerprint:
+            raise WeightsError(f"fingerprint {found}, expected {ref.fingerprint}")
+        part.replace(final)
+    except (Error, OSError) as error:
+        raise WeightsError(f"{what}: {error}") from None
+    finally:
+        part.unlink(missing_ok=True)
+    for old in folder.glob("weights-*.safetensors"):
+        if old != final:
+            old.unlink(missing_ok=True)
+    pulled = Pulled(replace(ref, path=str(final)), n_bytes, seconds)
+    log.info("%s: %d bytes in %.2f s, %.1f MB/s", what, n_bytes, seconds, pulled.bytes_per_s / 1e6)
+    return pulled
+
+
+class _Transfer:
+    """One file, chunk by chunk: several are asked for at once, as many and as large as the link carries quickly."""
+
+    def __init__(self, client: Client, version: int, part: Path, patience_s: float) -> None:
+        self._client, self._version, self._part, self._patience_s = client, version, part, patience_s
+        self._asked: dict[Future[Message], tuple[int, int, float]] = {}
+        self._again: deque[tuple[int, int]] = deque()
+        self._wrong: dict[int, int] = {}
+        self._size, self._width = SMALLEST_BYTES, 1
+        self._next = self._got = 0
+        self._total = 1  # until the first chunk tells
+
+    def run(self) -> int:
+        """Returns the number of bytes written. Raises `WeightsError` and `OSError`."""
+        with self._part.open("wb") as file:
+            self._fill()
+            while self._asked:
+                done, _ = wait(self._asked, timeout=self._patience_s, return_when=FIRST_COMPLETED)
+                if not done:
+                    first = min(offset for offset, _, _ in self._asked.values())
+                    text = f"waited {self._patience_s:g} s for the chunk at byte {first} of {self._total}"
+                    raise WeightsError(text)
+                for future in done:
+                    self._take(file.fileno(), *self._asked.pop(future), future.result())
+                self._fill()
+        return self._got
+
+    def _fill(self) -> None:
+        while len(self._asked) < self._width:
+            if self._again:
+                offset, size = self._again.popleft()
+            elif self._next < self._total:
+                offset, size = self._next, self._size
+                if self._total > 1:
+                    size = min(size, self._total - offset)
+                self._next += size
+            else:
+                return
+            body = {"version": self._version, "offset": offset, "size": size}
+            self._asked[self._client.call("pull", body)] = offset, size, time.monotonic()
+
+    def _take(self, file: int, offset: int, size: int, asked: float, message: Message) -> None:
+        body = message.body
+        total = body.get("total")
+        if message.kind != "chunk" or not isinstance(total, int) or len(message.frames) != 1:
+            raise WeightsError(f"an answer of kind {message.kind!r} with {len(message.frames)} frames is no chunk")
+        if offset == 0 and self._got == 0:
+            self._begin(file, total)
+            size = min(size, total)
+            self._next = size
+        data = memoryview(message.frames[0])
+        if (body["version"], body["offset"], total) != (self._version, offset, self._total) or data.nbytes != size:
+            got = f"{data.nbytes} bytes at {body['offset']} of {total} of version {body['version']}"
+            raise WeightsError(f"expected {size} bytes at {offset} of {self._total}, got {got}")
+        if zlib.crc32(data) != body["crc32"]:
+            self._wrong[offset] = self._wrong.get(offset, 0) + 1
+            if self._wrong[offset] >= TRIES:
+                raise WeightsError(f"the chunk at byte {offset} has a wrong checksum, {TRIES} times")
+            log.warning("the chunk at byte %d has a wrong checksum; it is asked for again", offset)
+            self._again.append((offset, size))
+            return
+        os.pwrite(file, data, offset)
+        self._got += size
+        self._pace(time.monotonic() - asked)
+
+    def _begin(self, file: int, total: int) -> None:
+        free = shutil.disk_usage(self._part.parent).free
+        if not 0 < total <= free:
+            raise WeightsError(f"a file of {total} bytes; {free} bytes are free in {self._part.parent}")
+        self._total = total
+        with suppress(AttributeError):
+            os.posix_fallocate(file, 0, total)
+
+    def _pace(self, took_s: float) -> None:
+        if took_s > SLOW_S:
+            self._width, self._size = max(1, self._width // 2), max(SMALLEST_BYTES, self._size // 2)
+        elif took_s < QUICK_S and self._width < WIDEST:
+            self._width += 1
+        elif took_s < QUICK_S:
+            self._size = min(LARGEST_BYTES, 2 * self._size)

@@ -1,0 +1,362 @@
+"""Weights between hosts: whole and right, or the version before them stays and the fault has a name."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transport.line import client_of
+
+from sao.errors import TransportError, WeightsError
+from sao.transport import LATER, Reply, Request, keys, weight_bus
+from sao.transport.reference import WeightsRef
+from sao.transport.weight_bus import Pulled, WeightsServer, pull, source_of
+from sao.transport.weight_file import fingerprint_file
+from sao.transport.weights import fingerprint, load, publish
+
+TCP = "tcp://127.0.0.1:0"
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool)
+
+
+def tensors(version: int, size: int = 1000) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    return {f"layer.{i}": torch.randn(size, 50, generator=generator) for i in range(5)}
+
+
+class Bus:
+    """A server with published versions and a folder to pull into."""
+
+    def __init__(self, folder: Path) -> None:
+        self.published, self.local = folder / "published", folder / "local"
+        self.published.mkdir()
+        self.local.mkdir()
+        self.server = WeightsServer(TCP, keys=None, heartbeat_s=0.1, peer_timeout_s=3.0)
+        self.seen = 0
+
+    def publish(self, version: int, size: int = 1000) -> WeightsRef:
+        ref = publish(tensors(version, size), self.published, version)
+        self.server.publish(ref)
+        return replace(ref, path="/nowhere", source=self.server.endpoint)
+
+    def pull(self, ref: WeightsRef, endpoint: str | None = None, patience_s: float = 2.0, name: str = "g0") -> Pulled:
+        self.seen += 1
+        target = endpoint or self.server.endpoint
+        options: dict[str, Any] = {"name": name, "incarnation": self.seen, "heartbeat_s": 0.1, "patience_s": patience_s}
+        return pull(ref, self.local, target, **options)
+
+    def instead(self, change: Callable[[Request, Reply], Reply | None]) -> None:
+        """Changes what the server answers."""
+        real = self.server._pull
+        self.server._actor.on("pull", lambda request: change(request, real(request)))
+
+    def files(self) -> list[str]:
+        return sorted(path.name for path in self.local.iterdir())
+
+
+@pytest.fixture
+def bus(tmp_path: Path) -> Iterator[Bus]:
+    bus = Bus(tmp_path)
+    yield bus
+    bus.server.close()
+
+
+def same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return got.keys() == wanted.keys() and all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+def test_a_pulled_file_is_the_published_one(bus: Bus) -> None:
+    ref = bus.publish(1, size=40_000)  # 40 MB: chunks of every size, several at once
+    pulled = bus.pull(ref)
+    assert same(load(pulled.ref), tensors(1, size=40_000))
+    assert pulled.n_bytes == (bus.published / "weights-0000000001.safetensors").stat().st_size == bus.server.sent_bytes
+    assert pulled.bytes_per_s > 1e6
+    assert bus.files() == ["weights-0000000001.safetensors"]
+
+
+def test_who_missed_versions_goes_to_the_newest_directly(bus: Bus) -> None:
+    bus.pull(bus.publish(1))
+    sent = bus.server.sent_bytes
+    ref = [bus.publish(version) for version in range(2, 9)][-1]
+    assert bus.pull(ref).ref.version == 8
+    assert bus.server.sent_bytes == 2 * sent  # nothing of the versions between
+    assert bus.files() == ["weights-0000000008.safetensors"]
+    with pytest.raises(
+        WeightsError, match=r"weights of version 3 from tcp://.*: version 3 is not served, only \[1, 8\]"
+    ):
+        bus.pull(WeightsRef(3, "/nowhere", ref.fingerprint))
+    assert bus.files() == ["weights-0000000008.safetensors"]
+
+
+def test_what_is_being_pulled_is_served_although_it_is_replaced(bus: Bus) -> None:
+    ref, later = bus.publish(1, size=40_000), threading.Event()
+
+    def slow(request: Request, reply: Reply) -> Reply:
+        if not later.is_set():
+            for version in range(2, 7):
+                bus.publish(version)
+            for path in bus.published.iterdir():
+                path.unlink()
+            later.set()
+        return reply
+
+    bus.instead(slow)
+    assert same(load(bus.pull(ref).ref), tensors(1, size=40_000))
+    assert len(bus.server._open) <= weight_bus.KEPT
+
+
+@pytest.mark.parametrize("times", [1, 10])
+def test_a_changed_byte_is_found_asked_for_again_and_named(bus: Bus, times: int) -> None:
+    before = bus.pull(bus.publish(1))
+    changed = [0]
+
+    def damage(request: Request, reply: Reply) -> Reply:
+        if request.body["offset"] == weight_bus.SMALLEST_BYTES and changed[0] < times:
+            changed[0] += 1
+            chunk = bytearray(reply.frames[0])
+            chunk[7] ^= 1
+            return Reply("chunk", reply.body, (bytes(chunk),))
+        return reply
+
+    bus.instead(damage)
+    ref = bus.publish(2)
+    if times == 1:
+        assert same(load(bus.pull(ref).ref), tensors(2))
+        return
+    with pytest.raises(WeightsError, match=r"version 2 from .*: the chunk at byte 65536 has a wrong checksum, 3 times"):
+        bus.pull(ref)
+    assert same(load(before.ref), tensors(1))
+    assert bus.files() == ["weights-0000000001.safetensors"]
+
+
+def test_other_weights_under_the_name_are_refused(bus: Bus) -> None:
+    before = bus.pull(bus.publish(1))
+    ref = replace(bus.publish(2), fingerprint="0" * 32)
+    with pytest.raises(WeightsError, match=r"fingerprint [0-9a-f]{32}, expected 0{32}"):
+        bus.pull(ref)
+    assert same(load(before.ref), tensors(1))
+    assert bus.files() == ["weights-0000000001.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"total": 1 << 60}, r"a file of 1152921504606846976 bytes; \d+ bytes are free"),
+        ({"total": 0}, "a file of 0 bytes"),
+        ({"total": 70_000}, "not a safetensors file"),
+        ({"offset": 3}, "expected 65536 bytes at 0 of .*, got 65536 bytes at 3"),
+        ({"version": 9}, "of version 9"),
+    ],
+)
+def test_answers_that_do_not_fit_are_refused_before_anything_is_allocated(
+    bus: Bus, change: dict[str, int], fault: str
+) -> None:
+    bus.instead(lambda request, reply: Reply("chunk", {**reply.body, **change}, reply.frames))
+    with pytest.raises(WeightsError, match=fault):
+        bus.pull(bus.publish(1))
+    assert bus.files() == []
+
+
+def test_a_chunk_of_another_size_and_no_chunk_are_refused(bus: Bus) -> None:
+    bus.instead(lambda request, reply: Reply("chunk", reply.body, (bytes(reply.frames[0])[:-1],)))
+    ref = bus.publish(1)
+    with pytest.raises(WeightsError, match=r"expected 65536 bytes at 0 of .*, got 65535 bytes"):
+        bus.pull(ref)
+    bus.server._actor.on("pull", lambda request: Reply("ack"))
+    with pytest.raises(WeightsError, match="an answer of kind 'ack' with 0 frames is no chunk"):
+        bus.pull(ref)
+    assert bus.files() == []
+
+
+def test_a_chunk_that_never_comes_is_named(bus: Bus) -> None:
+    before = bus.pull(bus.publish(1))
+    bus.instead(lambda request, reply: LATER if request.body["offset"] else reply)
+    start = time.monotonic()
+    with pytest.raises(WeightsError, match=r"version 2 from .*: waited 1 s for the chunk at byte 65536 of \d{7}"):
+        bus.pull(bus.publish(2), patience_s=1.0)
+    assert time.monotonic() - start < 3.0
+    assert bus.files() == ["weights-0000000001.safetensors"]
+    assert same(load(before.ref), tensors(1))
+
+
+def test_a_server_that_is_gone_is_named(bus: Bus) -> None:
+    ref = bus.publish(1)
+    bus.server.close()
+    with pytest.raises(WeightsError, match=r"hello: no answer from .* within 0\.5 s: nothing can be reached there"):
+        bus.pull(ref, patience_s=0.5)
+    assert bus.files() == []
+    bus.server = WeightsServer(TCP, keys=None)
+
+
+class Proxy:
+    """Carries bytes to the server; `cut` breaks every connection, and holds new ones back until `mend`."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._port = int(endpoint.rpartition(":")[2])
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._open: list[socket.socket] = []
+        self._whole = threading.Event()
+        self._whole.set()
+        self.carried = 0
+        self.connections = 0
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def cut(self) -> None:
+        self._whole.clear()
+        for end in self._open:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        self._open.clear()
+
+    def mend(self) -> None:
+        self._whole.set()
+
+    def _serve(self) -> None:
+        while True:
+            inside, _ = self._listener.accept()
+            self._whole.wait()
+            self.connections += 1
+            outside = socket.create_connection(("127.0.0.1", self._port))
+            self._open += [inside, outside]
+            for source, target in ((inside, outside), (outside, inside)):
+                threading.Thread(target=self._pump, args=(source, target), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                self.carried += len(data)
+                target.sendall(data)
+        except OSError:
+            return
+        finally:
+            for end in (source, target):
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_line_that_is_cut_in_the_middle_goes_on_where_it_was(bus: Bus) -> None:
+    ref, proxy, cuts = bus.publish(1, size=40_000), Proxy(bus.server.endpoint), []
+
+    def answer(request: Request, reply: Reply) -> Reply:
+        if len(cuts) < 2 and proxy.carried > 5_000_000 * (len(cuts) + 1):
+            cuts.append(proxy.carried)
+            proxy.cut()
+            threading.Timer(0.5, proxy.mend).start()
+        return reply
+
+    bus.instead(answer)
+    assert same(load(bus.pull(ref, proxy.endpoint, patience_s=8.0).ref), tensors(1, size=40_000))
+    assert len(cuts) == 2 and proxy.connections >= 3
+    assert proxy.carried < 1.8 * 40_000_000  # what had arrived was not sent again, but for what was on the way
+
+
+def test_many_pull_at_once(bus: Bus, tmp_path: Path) -> None:
+    ref, wrong = bus.publish(1, size=4000), []
+
+    def work(index: int) -> None:
+        folder = tmp_path / f"g{index}"
+        folder.mkdir()
+        pulled = pull(ref, folder, bus.server.endpoint, name=f"g{index}", heartbeat_s=0.1)
+        if not same(load(pulled.ref), tensors(1, size=4000)):
+            wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == [] and len(list(tmp_path.glob("g*/weights-*"))) == 8
+
+
+def test_strangers_and_other_roles_read_no_weights(tmp_path: Path) -> None:
+    keys.write(tmp_path / "keys")
+    keys.write(tmp_path / "other")
+    ref = publish(tensors(1), tmp_path, 1)
+    server = WeightsServer(TCP, keys=keys.server_keys(tmp_path / "keys", TCP, "learner"), heartbeat_s=0.1)
+    server.publish(ref)
+    local = tmp_path / "local"
+    local.mkdir()
+    try:
+        for folder, fault in (
+            (None, "refused: keys are needed there"),
+            ("other", "within 1 s: the handshake fails: what listens there has another key"),
+        ):
+            mine = folder and keys.client_keys(tmp_path / folder, TCP, "generator", "g0", "learner")
+            with pytest.raises(WeightsError, match=fault):
+                pull(ref, local, server.endpoint, name="g0", keys=mine or None, patience_s=1.0)
+        (tmp_path / "other" / "learner.key").write_bytes((tmp_path / "keys" / "learner.key").read_bytes())
+        mine = keys.client_keys(tmp_path / "other", TCP, "generator", "g0", "learner")
+        with pytest.raises(WeightsError, match=r"refused: the key 'generator' of .* is not known there"):
+            pull(ref, local, server.endpoint, name="g0", keys=mine)
+        mine = keys.client_keys(tmp_path / "keys", TCP, "supervisor", "supervisor", "learner")
+        visitor = client_of(server.endpoint, "v", "visitor", keys=mine)
+        with visitor, pytest.raises(TransportError, match="weights are for generators, not for a visitor"):
+            visitor.connect(5)
+        assert server.sent_bytes == 0
+        mine = keys.client_keys(tmp_path / "keys", TCP, "generator", "g0", "learner")
+        assert same(load(pull(ref, local, server.endpoint, name="g0", keys=mine).ref), tensors(1))
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ("tcp://10.0.0.2:5556", "tcp://10.0.0.2:5556"),
+        ("tcp://*:5556", "tcp://broker.example:5556"),
+        ("tcp://0.0.0.0:5556", "tcp://broker.example:5556"),
+    ],
+)
+def test_every_interface_means_the_brokers_host(source: str, wanted: str) -> None:
+    assert source_of(WeightsRef(1, "/x", "0" * 32, source), "tcp://broker.example:5555") == wanted
+
+
+def test_the_fingerprint_of_a_file_is_that_of_its_tensors(tmp_path: Path) -> None:
+    values = {f"w.{kind}": (torch.randn(3, 5, 7) * 9).to(kind) for kind in TYPES}
+    values |= {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4), "b.a": torch.arange(6).reshape(2, 3)}
+    save_file(values, tmp_path / "w.safetensors", metadata={"version": "1"})
+    assert fingerprint_file(tmp_path / "w.safetensors") == fingerprint(values)
+
+
+def damaged(content: bytes, header: dict[str, Any] | None = None) -> bytes:
+    size = int.from_bytes(content[:8], "little")
+    packed = json.dumps(header).encode() if header is not None else content[8 : 8 + size]
+    return len(packed).to_bytes(8, "little") + packed + content[8 + size :]
+
+
+def test_files_that_are_none_are_named(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(4), "b": torch.ones(4)}, tmp_path / "good.safetensors")
+    good = (tmp_path / "good.safetensors").read_bytes()
+    size = int.from_bytes(good[:8], "little")
+    header = json.loads(good[8 : 8 + size])
+    first, second = header["a"], header["b"]
+    cases = {
+        "empty": b"",
+        "short": good[:-1],
+        "long": good + b"x",
+        "huge": (1 << 62).to_bytes(8, "little") + good[8:],
+        "no json": good[:8] + b"{" * size + good[8 + size :],
+        "a list": damaged(good, [1, 2]),  # type: ignore[arg-type]
+        "overlap": damaged(good, {"a": first, "b": first}),
+        "gap": damaged(good, {"b": second}),
+        "type": damaged(good, {"a": {**first, "dtype": "F99"}, "b": second}),
+        "shape": damaged(good, {"a": {**first, "shape": [5]}, "b": second}),
+        "negative": damaged(good, {"a": {**first, "data_offsets": [-16, 0]}, "b": second}),
+        "pickle": b"\x80\x04" + good,
+    }
+    for name, content in cases.items():
+        path = tmp_path / "bad.safetensors"
+        path.write_bytes(content)
+        with pytest.raises(WeightsError, match=r"bad\.safetensors: (not a safetensors file|cannot be read)"):
+            fingerprint_file(path)
+            pytest.fail(name)
