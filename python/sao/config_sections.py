@@ -255,7 +255,7 @@ class BufferSection(Section):
     max_bytes: int = Field(1 << 30, ge=1 << 16, description="bytes held at most")
     durability: Literal["off", "process", "machine"] = Field(
         "process",
-        description="what finished rollouts survive: off: nothing; process: the broker's death; machine: a power cut, too",
+        description="what finished rollouts survive: off: nothing; process: the broker's death; machine: a power cut",
     )
 
 

@@ -97,8 +97,8 @@ def train(config: Config, run_folder: Path, weights: Path, client: Client, learn
         tokens = sum(rollout.n_actions for rollout in rollouts)
         point("learner.commit")
         commit = {"lease": lease, "step": learner.steps, "version": learner.version, "weights": reference}
-        client.call("commit", {**commit, "trained_tokens": tokens, "masked_tokens": 0, "metrics": {}}, deadline_s=30)
-        client.flush(30)
+        client.call("commit", {**commit, "trained_tokens": tokens, "masked_tokens": 0, "metrics": {}}, deadline_s=90)
+        client.flush(90)
         point("learner.committed")
         if every and learner.steps % every == 0:
             learner.save(config, run_folder / "checkpoints", lease)
@@ -121,6 +121,7 @@ def main() -> int:
         point("learner.restored")
     transport = config.transport
     times = {"heartbeat_s": transport.heartbeat_s, "peer_timeout_s": transport.peer_timeout_s}
+    times |= {"outage_s": transport.outage_s}
     with Client(arguments.endpoint, role="learner", name="learner", **times) as client:
         client.connect(deadline_s=60, step=learner.steps, weights=reference)
         try:

@@ -43,6 +43,7 @@ from sao.transport.messages import Message
 from sao.transport.reference import WeightsRef
 
 _CODES = ("bad_logprob", "no_token_capture", "bad_completion", "aborted")  # what an EngineError may begin with
+_HEAPED = 1000  # unanswered messages beyond which no more statistics are sent
 _FIRST_TOKEN_S = 120.0  # deadline of the one-token request that shows whether the engine works
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,14 @@ log = logging.getLogger(__name__)
 class ClientFactory(Protocol):
     """Makes the line to the broker; `Client` itself, or a double in tests."""
 
-    def __call__(self, *, on_push: Callable[[Message], None], on_lost: Callable[[Error], None]) -> Client: ...
+    def __call__(
+        self,
+        *,
+        on_push: Callable[[Message], None],
+        on_lost: Callable[[Error], None],
+        on_greet: Callable[[], dict[str, Any]],
+        on_rejoin: Callable[[dict[str, Any]], None],
+    ) -> Client: ...
 
 
 class Generator:
@@ -77,7 +85,7 @@ class Generator:
         self._connect, self._sampling_seed = connect, sampling_seed
         self._episodes: dict[tuple[str, int, int], asyncio.Task[None]] = {}
         self._received = 0
-        self._slots_due = False
+        self._slots_due = self._ready = False
         self._wanted: WeightsRef | None = None
         self._newer = asyncio.Event()
         self._stopped = asyncio.Event()
@@ -113,6 +121,7 @@ class Generator:
             self._wanted = WeightsRef.from_message(welcome["weights"])
         await self._take_newest()
         await self.check_engine()
+        self._ready = True
         self._tell_loaded()
         self._state_slots()
         log.info("ready: weights of version %d (%s)", self.engine.version, self.engine.fingerprint)
@@ -151,8 +160,29 @@ class Generator:
         def lost(error: Error) -> None:
             _in_loop(loop, self._fail, error)
 
-        self._client = self._connect(on_push=pushed, on_lost=lost)
+        def rejoined(welcome: dict[str, Any]) -> None:
+            _in_loop(loop, self._rejoined, welcome)
+
+        self._client = self._connect(on_push=pushed, on_lost=lost, on_greet=self._greet, on_rejoin=rejoined)
         return await asyncio.to_thread(self._client.connect)
+
+    def _greet(self) -> dict[str, Any]:
+        """What a broker should know that may not have been there when the episodes began."""
+        return {"tasks": [[ordinal, attempt] for split, ordinal, attempt in list(self._episodes) if split == "train"]}
+
+    def _rejoined(self, welcome: dict[str, Any]) -> None:
+        """The broker was started again, or had given this generator up: episodes go on, it counts anew."""
+        self._received = 0
+        if welcome["version"] < self.engine.version:
+            had, now = self.engine.version, welcome["version"]
+            self._fail(WeightsError(f"weights of version {had} were taken back: the run goes on after version {now}"))
+            return
+        if welcome.get("weights"):
+            self._wanted = WeightsRef.from_message(welcome["weights"])
+            self._newer.set()
+        if self._ready:
+            self._tell_loaded()
+            self._state_slots()
 
     # -- what the broker says
 
@@ -301,9 +331,9 @@ class Generator:
     # -- the line
 
     def _send(self, kind: str, body: dict[str, Any]) -> None:
-        """Sends without waiting; a lost broker is told by `on_lost`."""
+        """Sends without waiting; a lost broker is told by `on_lost`. To one that is away nothing is heaped up."""
         try:
-            if self._client is not None:
+            if self._client is not None and (kind != "stats" or self._client.pending < _HEAPED):
                 self._client.send(kind, body)
         except Error as error:
             self._fail(error)
@@ -426,7 +456,7 @@ def make_generator(
     keys = client_keys(config.transport.keys, endpoint, "generator", name)
     renderer = make_renderer(config)
 
-    def connect(*, on_push: Callable[[Message], None], on_lost: Callable[[Error], None]) -> Client:
+    def connect(**callbacks: Callable[..., Any]) -> Client:
         return Client(
             endpoint,
             role="generator",
@@ -436,8 +466,9 @@ def make_generator(
             heartbeat_s=config.transport.heartbeat_s,
             peer_timeout_s=config.transport.peer_timeout_s,
             keys=keys,
-            on_push=on_push,
-            on_lost=on_lost,
+            outage_s=config.transport.outage_s,
+            transient=frozenset({"slots", "stats", "loaded"}),
+            **callbacks,
         )
 
     engine, summariser = make_engine(config, renderer, seed), make_summariser(config, renderer, seed)

@@ -28,7 +28,7 @@ from sao.transport.messages import Message
 log = logging.getLogger(__name__)
 
 _ROUND_S = 20.0
-_COMMIT_S = 60.0
+_COMMIT_S = 600.0  # a broker that is away is waited for: `transport.outage_s` ends that, unless it is longer
 _WAIT, _STOP, _BATCH = 0, 1, 2
 
 

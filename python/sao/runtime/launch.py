@@ -30,12 +30,18 @@ class Places:
     resume_step: int | None = None
     checkpoint: Path | None = None
     """Where a resumed run goes on."""
+    returns: int = 0
+    """Times that the learner has lost steps in this start of the run."""
 
     @classmethod
     def of(cls, config: Config, sockets_folder: Path, weights_folder: Path, **more: Any) -> Places:
         """The places of a run whose private folders are given; `more`: the fields that have defaults."""
         endpoint = f"ipc://{sockets_folder / 'broker'}" if config.transport.bind == "ipc" else config.transport.bind
         return cls(config.folder.resolve(), weights_folder, sockets_folder / "ranks", endpoint, **more)
+
+    def number(self, incarnation: int) -> int:
+        """What the `incarnation`-th process of a generator in this start of the run is told as its incarnation."""
+        return self.start * INCARNATIONS + incarnation
 
     def arguments(self) -> tuple[str, ...]:
         """The flags that every actor takes."""
@@ -44,7 +50,9 @@ class Places:
 
 def broker(config: Config, places: Places) -> Command:
     """The broker."""
-    resume = () if places.resume_step is None else ("--resume-step", str(places.resume_step))
+    resume: tuple[str, ...] = ()
+    if places.resume_step is not None:
+        resume = ("--resume-step", str(places.resume_step), "--line", str(places.number(places.returns)))
     return _command("broker", "broker", (*_module("sao.broker", places), *resume), _environment(1), places)
 
 
@@ -53,8 +61,8 @@ def generator(config: Config, places: Places, index: int, incarnation: int) -> C
 
     It is told a number that no process of this name had before, in any start of the run, so its draws are new.
     """
-    name, number = f"g{index}", places.start * INCARNATIONS + incarnation
-    argv = (*_module("sao.generator", places), "--name", name, "--incarnation", str(number))
+    name, number = f"g{index}", str(places.number(incarnation))
+    argv = (*_module("sao.generator", places), "--name", name, "--incarnation", number)
     return _command("generator", name, argv, _environment(config.generator.threads), places)
 
 

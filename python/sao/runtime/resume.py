@@ -23,7 +23,7 @@ from sao.telemetry import sinks
 STARTS = "starts"  # how often the run was resumed; generators derive their random numbers from it
 # What may differ from the run's first start: limits, resources, what is watched. All else decides what is trained.
 MAY_CHANGE = {
-    "run": {"name", "dir", "steps", "max_failures_in_a_row", "target_success"},
+    "run": {"name", "dir", "steps", "max_failures_in_a_row", "target_success", "restart_killed"},
     "model": {"activation_checkpointing", "attention"},
     "env": {"step_timeout_s"},
     "learner": {
@@ -86,14 +86,19 @@ def find(config: Config, run_folder: Path) -> Resume:
 
 def begin(resume: Resume, run_folder: Path) -> list[str]:
     """Prepares the run folder; returns what a user should be told. For whoever holds the folder (`folders.hold`)."""
-    texts = checkpoints.tidy(run_folder / "checkpoints")
-    for path, reason in resume.ignored:
-        texts.append(f"ignored checkpoint: {reason}; it is now {checkpoints.set_aside(path)}")
     for left in run_folder.glob(f"{folders.PREFIX}*"):  # weights of a start without shared memory
         shutil.rmtree(left, ignore_errors=True)
     unfinished = run_folder / f".{STARTS}"
     unfinished.write_text(f"{resume.start + 1}\n")
     unfinished.replace(run_folder / STARTS)
+    return settle(resume, run_folder)
+
+
+def settle(resume: Resume, run_folder: Path) -> list[str]:
+    """Puts the checkpoints in order while no learner runs; returns what a user should be told."""
+    texts = checkpoints.tidy(run_folder / "checkpoints")
+    for path, reason in resume.ignored:
+        texts.append(f"ignored checkpoint: {reason}; it is now {checkpoints.set_aside(path)}")
     origin = f"from {resume.checkpoint}" if resume.checkpoint else "with the start policy: no checkpoint was saved"
     lost = f"; {resume.lost_steps} later steps are lost and trained again" if resume.lost_steps else ""
     return [*texts, f"resumed after step {resume.step}, policy version {resume.version}, {origin}{lost}"]

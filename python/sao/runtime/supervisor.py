@@ -1,4 +1,4 @@
-"""Starts the actors of a run, watches them, restarts generators, and ends everything in order.
+"""Starts the actors of a run, watches them, starts killed ones again, and ends everything in order.
 
 One thread decides: exits of children, messages of the broker and signals arrive in one inbox. Whatever ends the run, no
 process of it is left: first a message asks all to stop, then SIGTERM, then SIGKILL to the whole family.
@@ -12,7 +12,9 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -23,12 +25,13 @@ from sao.config import Config
 from sao.errors import Error
 from sao.faults import point
 from sao.runtime import launch, processes
+from sao.runtime import resume as resuming
 from sao.runtime.processes import Child, Command
 from sao.transport.client import Client
 from sao.transport.keys import client_keys
 from sao.transport.messages import Message
 
-RESTARTS: Final = 3  # of one generator within the window; one more ends the run
+RESTARTS: Final = 3  # of one process within the window; one more ends the run
 RESTART_WINDOW_S: Final = 300.0
 START_S: Final = 60.0  # for the broker to answer
 GOODBYE_S: Final = 5.0  # between the broker's regular exit and its word that the run is done
@@ -68,6 +71,14 @@ class _Snapshot:
     text: str
 
 
+@dataclass(frozen=True)
+class _Fenced:
+    """The broker has heard that the learner is dead, and says after which step and version."""
+
+    step: int
+    version: int
+
+
 Report = Callable[[str, dict[str, Any]], None]
 
 
@@ -79,7 +90,7 @@ class Supervisor:
     ) -> None:
         self._config, self._places, self._logs = config, places, logs
         self._report, self._tick = report, tick
-        self._inbox: queue.SimpleQueue[_Exit | _Signal | _Lost | _Snapshot | Message] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Exit | _Signal | _Lost | _Snapshot | _Fenced | Message] = queue.SimpleQueue()
         self._children: list[Child] = []
         self._running: dict[str, Child] = {}
         self._incarnations: dict[str, int] = {}
@@ -90,6 +101,7 @@ class Supervisor:
         self._done_by: float | None = None
         self._stall_s = STALL_S
         self._last_step_at = time.monotonic()
+        self._last_step = 0
 
     def run(self) -> Outcome:
         """Runs to the end and returns how it ended. Call it from the main thread; signals are put back afterwards."""
@@ -133,6 +145,8 @@ class Supervisor:
             keys=client_keys(transport.keys, self._places.endpoint, "supervisor", "supervisor"),
             on_push=self._inbox.put,
             on_lost=lambda error: self._inbox.put(_Lost(str(error))),
+            outage_s=transport.outage_s,
+            on_greet=lambda: {"step": self._last_step},
         )
         threading.Thread(target=self._join, args=(self._client,), daemon=True).start()
         point("supervisor.started")
@@ -166,6 +180,8 @@ class Supervisor:
             self._on_exit(item.child)
         elif isinstance(item, _Signal):
             self._finish(EXIT_INTERRUPTED, f"interrupted by {signal.Signals(item.number).name}")
+        elif isinstance(item, _Fenced):
+            self._bring_back(item)
         elif isinstance(item, _Lost):
             self._finish(EXIT_FAILED, item.text)
         elif isinstance(item, _Snapshot):
@@ -177,6 +193,7 @@ class Supervisor:
         if message.kind == "step":
             point("supervisor.step")
             self._last_step_at, self._stall_s = time.monotonic(), STALL_S
+            self._last_step = body["step"]
             self._report("step", {"step": body["step"], **body["metrics"]})
         elif message.kind == "done":
             failed = bool(body.get("failed"))
@@ -186,7 +203,8 @@ class Supervisor:
 
     def _on_exit(self, child: Child) -> None:
         name, role = child.command.name, child.command.role
-        if self._running.get(name) is child:
+        expected = self._running.get(name) is not child
+        if not expected:
             del self._running[name]
         if self._outcome is not None:
             if role == "learner" and child.exit_code != 0 and self._outcome.exit_code == EXIT_DONE:
@@ -194,6 +212,8 @@ class Supervisor:
                 self._outcome = Outcome(EXIT_FAILED, f"{text}\n{child.last_lines()}")
             return
         processes.kill(lambda: processes.session(child))  # what it started must not outlive it
+        if expected:
+            return
         if child.exit_code == 0 and role != "generator":
             # Regular. The learner may leave while a last evaluation goes on, the broker watches over that; after the
             # broker itself only its word that the run is done can be on its way.
@@ -203,13 +223,81 @@ class Supervisor:
         if role == "generator" and child.exit_code != EXIT_CONFIG and self._may_restart(name):
             incarnation = self._incarnations.get(name, 0) + 1
             self._incarnations[name] = incarnation
+            self._tell_left(role, name, self._places.number(incarnation - 1), child.how_it_ended)
             text = f"{name} ended unexpectedly ({child.how_it_ended}); started again as incarnation {incarnation}"
             self._report("event", {"level": "warning", "text": f"{text}\n{child.last_lines()}".rstrip()})
             self._launch(launch.generator(self._config, self._places, int(name.removeprefix("g")), incarnation))
             return
+        if child.exit_code is not None and child.exit_code < 0 and self._start_again(child):
+            return
         again = f" {RESTARTS + 1} times in {RESTART_WINDOW_S:g} s" if self._restarted_at[name] else ""
         reason = f"{name} ended unexpectedly{again} ({child.how_it_ended}); last lines of {child.log}:"
         self._finish(EXIT_FAILED, f"{reason}\n{child.last_lines() or '(nothing was written)'}")
+
+    def _start_again(self, child: Child) -> bool:
+        """Starts a broker or learner that was killed again, if that is wanted and can go on where it was."""
+        role, name, config = child.command.role, child.command.name, self._config
+        able = config.buffer.durability != "off" if role == "broker" else config.run.task == "train"
+        if not (able and config.run.restart_killed and self._may_restart(role)):
+            return False
+        text = f"{name} ended unexpectedly ({child.how_it_ended}); started again"
+        self._report("event", {"level": "warning", "text": f"{text}\n{child.last_lines()}".rstrip()})
+        if role == "broker":
+            self._launch(launch.broker(config, self._places))
+            return True
+        self._remove(self._of_role("learner"))
+        self._tell_left(role, "learner", 0, child.how_it_ended)
+        return True
+
+    def _tell_left(self, role: str, name: str, incarnation: int, how: str) -> None:
+        """Tells the broker at once, so that it need not wait; for the learner its answer is waited for."""
+        body = {"role": role, "name": name, "incarnation": incarnation, "reason": f"its process ended ({how})"}
+
+        def answer(future: Any) -> None:
+            if future.exception() is None and role == "learner":
+                reply = future.result().body
+                self._inbox.put(_Fenced(reply["step"], reply["version"]))
+
+        if self._client is not None and self._client.lost is None:
+            with suppress(Error):
+                self._client.send("left", body).add_done_callback(answer)
+
+    def _bring_back(self, broker: _Fenced) -> None:
+        """Starts the learner again, from its newest checkpoint. Where steps are lost with it the broker takes them
+        back, and generators, which have their weights, begin anew.
+        """
+        folder = self._places.run_folder
+        try:
+            found = resuming.find(self._config, folder)
+        except Error as error:
+            self._finish(EXIT_FAILED, f"the learner cannot go on: {error}")
+            return
+        lost = broker.step - found.step
+        if lost:
+            self._remove([*self._of_role("broker"), *self._of_role("generator")])
+            for path in self._places.weights_folder.glob("weights-*"):
+                path.unlink(missing_ok=True)
+            self._places = replace(self._places, resume_step=found.step, returns=self._places.returns + 1)
+            self._report("resume", {"step": found.step, "version": found.version, "lost_steps": lost})
+        for text in resuming.settle(found, folder):
+            self._report("event", {"level": "warning", "text": f"learner: {text}"})
+        self._places.store.unlink(missing_ok=True)
+        self._places = replace(self._places, checkpoint=found.checkpoint)
+        self._last_step_at, self._stall_s = time.monotonic(), STALL_S
+        if lost:
+            self._launch(launch.broker(self._config, self._places))
+        for rank in range(self._config.learner.ranks):
+            self._launch(launch.learner(self._config, self._places, rank))
+        for index in range(self._config.generator.count) if lost else ():
+            name = f"g{index}"
+            self._incarnations[name] = self._incarnations.get(name, 0) + 1
+            self._launch(launch.generator(self._config, self._places, index, self._incarnations[name]))
+
+    def _remove(self, children: list[Child]) -> None:
+        """Kills actors that are to begin anew, with all that they started."""
+        for child in children:
+            del self._running[child.command.name]
+            processes.kill(partial(processes.session, child))
 
     def _may_restart(self, name: str) -> bool:
         now, times = time.monotonic(), self._restarted_at[name]

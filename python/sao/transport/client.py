@@ -42,7 +42,7 @@ class Client:
     after a fork, not before.
 
     With `outage_s` the broker may be away for so long: a broker that was started again, or has given this peer up, is
-    greeted again with the fields of `connect` and what `on_greet()` adds, and gets everything that is unanswered, except
+    greeted again with the fields of `connect` and what `on_greet()` adds, and gets all that is unanswered, except
     messages of the kinds `transient`; `on_rejoin(welcome)` is called before the first push of the new conversation.
     Both are called in the I/O thread.
 
