@@ -75,6 +75,12 @@ class EnvSection(Section):
         None, ge=1, description="different training tasks, repeated in the same order; default: never the same again"
     )
     step_timeout_s: float = Field(60.0, gt=0, description="deadline of one reset or step, seconds")
+    episode_timeout_s: float | None = Field(
+        None, gt=0, description="wall clock after which a rollout is truncated (`time_limit`), seconds; default: none"
+    )
+    concurrency: int | None = Field(
+        None, ge=1, description="calls of the environment, or agents, at once per generator; default: no limit"
+    )
 
 
 class SamplingSection(Section):
@@ -96,7 +102,13 @@ class GeneratorSection(Section):
         "torch",
         description="torch: in-process transformers model; vllm: vLLM (the extra `vllm`); scripted: a test double",
     )
-    concurrency: int = Field(64, ge=1, description="episodes in flight per generator")
+    engines: int = Field(
+        1, ge=1, le=64, description="engines per generator, each on GPUs of its own where there are any"
+    )
+    concurrency: int = Field(64, ge=1, description="episodes in flight per generator, at most")
+    load_control: bool = Field(
+        True, description="fewer episodes than `concurrency` while the engine's KV cache is full or requests queue"
+    )
     threads: int = Field(1, ge=1, description="CPU threads per generator process")
     vllm_args: dict[str, Any] = Field(default_factory=dict, description="passed to vLLM's engine arguments as they are")
 

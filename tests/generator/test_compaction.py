@@ -390,7 +390,7 @@ def test_reasoning_that_the_template_opened_is_not_visible() -> None:
 def test_a_summariser_with_other_tokens_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     from tiny_model import LETTERS, make_folder
 
-    from sao.generator.actor import make_summariser
+    from sao.generator.build import make_summariser
 
     other = make_folder(tmp_path / "other")
     vocabulary = (other / "tokenizer.json").read_text()

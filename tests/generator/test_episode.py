@@ -126,7 +126,8 @@ def test_a_finished_episode_is_recorded_token_by_token(tiny_model: Path) -> None
     assert trajectory.turn_rewards == ((0, sampled[7], 0.25),)
     assert trajectory.temperature == 0.7 and trajectory.fingerprints == {3: engine.fingerprint}
     assert (trajectory.task_ordinal, trajectory.attempt, trajectory.env) == (5, 1, "play")
-    assert trajectory.metadata == {"seed": 77, "split": "train", "turns": 3, "stop_reasons": "stop,stop,stop"}
+    facts = {"seed": 77, "split": "train", "turns": 3, "stop_reasons": "stop,stop,stop"}
+    assert trajectory.metadata == facts | engine.facts
     assert set(trajectory.timings_s) == {"reset", "generate", "step"}
     assert (
         env.reset_with == [(77, "train")] and env.heard == ["b c d".replace("b c d", renderer.decode([20, 21, 22]))] * 3
@@ -389,3 +390,45 @@ def test_a_rebuilt_window_opens_a_new_segment_and_keeps_both(tiny_model: Path) -
     first, second = window.segments()
     assert (first.kind, first.n_actions, second.kind, second.n_actions) == ("execution", 2, "summary", 3)
     assert window.room_tokens == 64 - second.n_tokens
+
+
+def test_the_wall_clock_truncates_an_episode_and_says_so(tiny_model: Path) -> None:
+    limits = {"env": {"episode_timeout_s": 0.3, "step_timeout_s": 60.0, "max_turns": 100}}
+
+    async def forever() -> None:
+        await asyncio.sleep(60)
+
+    began = time.monotonic()
+    trajectory = play(tiny_model, Play(turn("c", 0.25), forever), sections=limits)
+    assert time.monotonic() - began < 5
+    assert (trajectory.termination.kind, trajectory.termination.reason) == ("truncated", "time_limit")
+    assert trajectory.n_actions == 6 and trajectory.reward == 0.0  # both turns, the second one unanswered
+    assert [reward for _, _, reward in trajectory.turn_rewards] == [0.25]
+    slow = ScriptedEngine(says(20, END, delay_s=60))
+    with pytest.raises(EnvironmentFailure, match=r"timeout: no turn within env\.episode_timeout_s = 0\.3"):
+        play(tiny_model, Play(), slow, sections=limits)
+
+
+def test_calls_of_environments_wait_for_their_turn_and_not_on_their_deadline(tiny_model: Path) -> None:
+    class Counting(Play):
+        now = most = 0
+
+        async def step(self, text: str) -> StepResult:
+            Counting.now += 1
+            Counting.most = max(Counting.most, Counting.now)
+            await asyncio.sleep(0.05)
+            Counting.now -= 1
+            return done(1.0)
+
+    async def main() -> list[Trajectory]:
+        config, renderer = configured(tiny_model, env={"step_timeout_s": 0.15}), Renderer(tiny_model)
+        engine, calls = ScriptedEngine(says(20, 21, END)), asyncio.Semaphore(2)
+        return await asyncio.gather(
+            *(
+                run_episode(engine, Counting(), renderer, Task(n, 0, n, "train"), config, calls=calls)
+                for n in range(12)  # six rounds of 0.05 s: the last ones wait longer than their own deadline
+            )
+        )
+
+    assert [trajectory.reward for trajectory in asyncio.run(main())] == [1.0] * 12
+    assert Counting.most == 2

@@ -25,7 +25,8 @@ from tiny_model import make_folder, make_model
 
 from sao.errors import ClosedError, EngineError, WeightsError
 from sao.generator.engine import Completion, Request
-from sao.generator.vllm_engine import FOLDER_PREFIX, VllmEngine
+from sao.generator.vllm_engine import VllmEngine
+from sao.generator.vllm_process import FOLDER_PREFIX
 from sao.transport.weights import WeightsRef, fingerprint, publish
 
 pytest.importorskip("vllm", reason="needs the extra `vllm`")

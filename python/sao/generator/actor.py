@@ -31,9 +31,11 @@ from sao.errors import (
 )
 from sao.faults import point
 from sao.generator.arrivals import Arrivals
+from sao.generator.build import make_engine, make_renderer, make_summariser
 from sao.generator.compaction import Compactor
 from sao.generator.engine import Engine, Request, check_completion
 from sao.generator.episode import Progress, Task, run_episode
+from sao.generator.load import LoadControl
 from sao.generator.render import Renderer
 from sao.generator.seeds import derive_seed
 from sao.trajectory import Trajectory, encode
@@ -86,6 +88,9 @@ class Generator:
         self._episodes: dict[tuple[str, int, int], asyncio.Task[None]] = {}
         self._received = 0
         self._slots_due = self._ready = False
+        self._calls = asyncio.Semaphore(config.env.concurrency) if config.env.concurrency else None
+        generator = config.generator
+        self._load = LoadControl(generator.concurrency) if generator.load_control else None
         self._wanted: WeightsRef | None = None
         self._newer = asyncio.Event()
         self._stopped = asyncio.Event()
@@ -232,7 +237,8 @@ class Generator:
     def _state_slots(self) -> None:
         self._slots_due = False
         if not self._stopped.is_set():
-            free = self.config.generator.concurrency - len(self._episodes)
+            limit = self.config.generator.concurrency if self._load is None else self._load.limit
+            free = limit - len(self._episodes)
             self._send("slots", {"free": max(0, free), "received": self._received})
 
     async def _play(self, task: Task) -> None:
@@ -250,6 +256,7 @@ class Generator:
                 sampling_seed=self._sampling_seed,
                 progress=progress,
                 compactor=self._compactor,
+                calls=self._calls,
             )
             await self._deliver(task, trajectory)
             return
@@ -368,6 +375,8 @@ class Generator:
                 "sampled_tokens": stats.sampled_tokens,
             }
             before, at = stats, now
+            if self._load is not None and self._load.take(stats, len(self._episodes)):
+                self._state_slots()
             self._send("stats", body)
 
     async def _end(self, background: list[asyncio.Task[Any]]) -> None:
@@ -388,60 +397,6 @@ class Generator:
             await asyncio.to_thread(self._client.close)
         if self._arrivals is not None:
             self._arrivals.close()
-
-
-def make_renderer(config: Config) -> Renderer:
-    """The renderer of the model folder; for the scripted engine one that needs no tokenizer. Raises `ConfigError`."""
-    if config.generator.engine != "scripted":
-        return Renderer(config.model.path)
-    from sao.generator.scripted_engine import ScriptedRenderer
-
-    return ScriptedRenderer(config.model.path)
-
-
-def make_engine(config: Config, renderer: Renderer, seed: int) -> Engine:
-    """The engine that `generator.engine` names, not yet started."""
-    generator, sampling = config.generator, config.sampling
-    if generator.engine == "torch":
-        from sao.generator.torch_engine import TorchEngine
-
-        return TorchEngine(
-            config.model.path,
-            slots=generator.concurrency,
-            context_tokens=sampling.context_tokens,
-            seed=seed,
-            threads=generator.threads,
-        )
-    if generator.engine == "vllm":
-        from sao.generator.vllm_engine import VllmEngine
-
-        return VllmEngine(
-            config.model.path,
-            context_tokens=sampling.context_tokens,
-            threads=generator.threads,
-            concurrency=generator.concurrency,
-            seed=seed,
-            vllm_args=generator.vllm_args,
-        )
-    from sao.generator.scripted_engine import ScriptedEngine
-
-    return ScriptedEngine(vocab_size=renderer.vocab_size, seed=seed, record=False)
-
-
-def make_summariser(config: Config, renderer: Renderer, seed: int) -> Engine | None:
-    """The engine of `compaction.summariser`, not yet started; None when the policy writes its summaries itself.
-
-    Raises `ConfigError` when its tokenizer is not the policy's: it is given the policy's token ids.
-    """
-    path = config.compaction.summariser
-    if path is None or not config.compaction.enabled:
-        return None
-    if not renderer.same_tokens(Renderer(path)):
-        raise ConfigError(
-            f"compaction.summariser: {path}: its tokenizer is not that of model.path = {config.model.path}"
-        )
-    model = config.model.model_copy(update={"path": path})
-    return make_engine(config.model_copy(update={"model": model}), renderer, derive_seed(seed, "summariser"))
 
 
 def make_generator(

@@ -64,12 +64,18 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since `start`: busy_s (seconds of computing), sampled_tokens; and now: running and waiting requests."""
+    """Counters since `start`, and the present load.
+
+    Since the start: busy_s (seconds of computing), sampled_tokens, preempted (times that a running request was thrown
+    back to the queue for lack of memory). Now: running and waiting requests, kv_use (share of the KV cache, 0 to 1).
+    """
 
     busy_s: float = 0.0
     sampled_tokens: int = 0
     running: int = 0
     waiting: int = 0
+    kv_use: float = 0.0
+    preempted: int = 0
 
 
 class Engine(Protocol):
@@ -83,6 +89,16 @@ class Engine(Protocol):
     @property
     def fingerprint(self) -> str:
         """Fingerprint of these weights (32 hex characters)."""
+        ...
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What a trajectory's metadata tell of the engine: `engine`, `version_source` and `kv_after_update`."""
+        ...
+
+    @property
+    def broken(self) -> str | None:
+        """Why this engine will never sample again, or None."""
         ...
 
     async def start(self, ref: WeightsRef | None) -> None:

@@ -1,9 +1,9 @@
 """One rollout: the policy and an environment take turns until one of them, or a limit, ends it.
 
 What becomes of it is one of three things, never a mixture. *finished*: the environment said so, with a reward.
-*truncated*: out of turns ("max_turns") or of context ("context"); the environment gave no final reward, so the rollout
-keeps the rewards of its turns and gets 0 (or the nearest number in the environment's range) for its end. *failed*: an
-exception with a reason code; a failure has no reward at all.
+*truncated*: out of turns ("max_turns"), of context ("context") or of time ("time_limit"); the environment gave no final
+reward, so the rollout keeps the rewards of its turns and gets 0 (or the nearest number in the environment's range) for
+its end. *failed*: an exception with a reason code; a failure has no reward at all.
 
 With `[compaction]` enabled, a full context is not the end: the policy writes a summary and goes on in a new window (see
 `sao.generator.compaction`, also for the reasons with which such a rollout is truncated).
@@ -15,6 +15,7 @@ the turn is then added as context, since the policy did not sample it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import time
@@ -69,15 +70,17 @@ async def run_episode(
     sampling_seed: int | None = None,
     progress: Progress | None = None,
     compactor: Compactor | None = None,
+    calls: asyncio.Semaphore | None = None,
 ) -> Trajectory:
     """Plays one episode and closes the environment, exactly once, on every path.
 
     sampling_seed: every turn's request gets a seed derived from it and the task; None: the engine's own stream.
     compactor: what episodes share for compaction, if that is enabled; None: one is made for this episode alone.
+    calls: what episodes share to bound the calls of environments at once; waiting for it is in no call's deadline.
     Returns a trajectory with at least one sampled token and a reward. Raises `EngineError` and `EnvironmentFailure`
     (reason `reset_error`, `step_error`, `timeout`, `bad_reward`, `prompt_too_long`, or the environment's own).
     """
-    episode = _Episode(engine, env, renderer, task, config, sampling_seed, progress or Progress(), compactor)
+    episode = _Episode(engine, env, renderer, task, config, sampling_seed, progress or Progress(), compactor, calls)
     try:
         return await episode.play()
     finally:
@@ -100,13 +103,14 @@ class _Episode:
         sampling_seed: int | None,
         progress: Progress,
         compactor: Compactor | None,
+        calls: asyncio.Semaphore | None,
     ) -> None:
         self.engine, self.env, self.renderer, self.task, self.config = engine, env, renderer, task, config
         self.session = f"{task.split}/{task.ordinal}/{task.attempt}"
         self.temperature = config.eval.temperature if task.split == "eval" else config.sampling.temperature
         self.sampling_seed, self.progress = sampling_seed, progress
         self.window = Window(renderer, config.sampling.context_tokens)
-        self.compactor = compactor
+        self.compactor, self.calls = compactor, calls
         self.compaction: Compaction | None = None
         self.turn_rewards: list[tuple[int, int, float]] = []
         self.stop_reasons: list[str] = []
@@ -114,12 +118,19 @@ class _Episode:
         self.timings_s = {"reset": 0.0, "generate": 0.0, "step": 0.0}
 
     async def play(self) -> Trajectory:
-        limit_s, max_turns = self.config.env.step_timeout_s, self.config.env.max_turns
+        limit_s = self.config.env.episode_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._turns()
+        except TimeoutError:  # of this limit: those of calls come as failures
+            if not self.window.segments():
+                raise EnvironmentFailure("timeout", f"no turn within env.episode_timeout_s = {limit_s:g}") from None
+            return self._end(Termination("truncated", "time_limit"), self._no_reward())
+
+    async def _turns(self) -> Trajectory:
+        max_turns = self.config.env.max_turns
         messages = check_messages(
-            await self._timed(
-                "reset", bounded(partial(self.env.reset, self.task.seed, self.task.split), limit_s, "reset")
-            ),
-            "reset",
+            await self._call("reset", partial(self.env.reset, self.task.seed, self.task.split)), "reset"
         )
         if not self.window.open(messages):
             size = self.renderer.initial(messages).size
@@ -132,8 +143,7 @@ class _Episode:
         while True:
             completion = await self._generate()
             text = self.renderer.decode(completion.token_ids)
-            raw = await self._timed("step", bounded(partial(self.env.step, text), limit_s, "step"))
-            result = check_step(raw, self.env.reward_range)
+            result = check_step(await self._call("step", partial(self.env.step, text)), self.env.reward_range)
             if result.done:
                 assert result.reward is not None
                 return self._end(Termination("finished"), result.reward)
@@ -143,6 +153,11 @@ class _Episode:
                 return self._end(Termination("truncated", "max_turns"), self._no_reward())
             if (reason := await self._observe(result.messages)) is not None:
                 return self._end(Termination("truncated", reason), self._no_reward())
+
+    async def _call(self, what: str, call: Callable[[], Awaitable[Any]]) -> Any:
+        """A call of the environment, in its turn (`env.concurrency`) and within its deadline."""
+        async with self.calls or contextlib.nullcontext():
+            return await self._timed(what, bounded(call, self.config.env.step_timeout_s, what))
 
     async def _observe(self, messages: tuple[Message, ...]) -> str | None:
         """Takes what the environment said; why the rollout has to end here, or None."""
@@ -222,6 +237,7 @@ class _Episode:
                 "split": task.split,
                 "turns": self.progress.turns,
                 "stop_reasons": ",".join(self.stop_reasons),
+                **self.engine.facts,
                 **(self.compaction.facts() if self.compaction is not None else {}),
             },
         )

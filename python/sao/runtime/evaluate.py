@@ -10,7 +10,7 @@ from sao.broker.tasks import task_seed
 from sao.config import Config
 from sao.envs import registry
 from sao.errors import EnvironmentFailure
-from sao.generator.actor import make_engine, make_summariser
+from sao.generator.build import make_engine, make_summariser
 from sao.generator.compaction import Compactor
 from sao.generator.engine import Engine
 from sao.generator.episode import Task, run_episode
