@@ -1,4 +1,5 @@
-"""The command line: `sao train`, `sao pretrain-value`, `sao eval`, `sao inspect`, `sao replay`, `sao doctor`.
+"""The command line: `sao train`, `sao pretrain-value`, `sao eval`, `sao inspect`, `sao replay`, `sao doctor`, and for
+more than one host `sao keys`, `sao broker`, `sao learner`, `sao generator`.
 
 Exit codes: 0 done, 1 failed, 2 configuration or usage, 130 interrupted. Nothing heavy is imported before it is needed.
 """
@@ -29,6 +30,17 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="SECTION.KEY=VALUE", help="overrides, values in TOML syntax", show_default=False),
 ]
+Connect = Annotated[str, typer.Option(metavar="ENDPOINT", help="the broker: tcp://HOST:PORT", show_default=False)]
+Keys = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="folder of keys, where the broker uses them", show_default=False)
+]
+LocalModel = Annotated[
+    Path | None, typer.Option(metavar="MODEL_FOLDER", help="the model's path on this host", show_default=False)
+]
+LocalFolder = Annotated[
+    Path | None, typer.Option(metavar="RUN_FOLDER", help="the run's folder on this host", show_default=False)
+]
+Wait = Annotated[float, typer.Option(metavar="SECONDS", help="for the broker to answer")]
 
 
 @app.command()
@@ -152,11 +164,95 @@ def bench(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    connect: Annotated[
+        str | None, typer.Option(metavar="ENDPOINT", help="ask the broker there how its run stands", show_default=False)
+    ] = None,
+    keys: Keys = None,
+) -> None:
     """Show what this installation has and lacks, and remove what killed runs left behind."""
     from sao.runtime import doctor as runtime
 
-    raise typer.Exit(0 if runtime.show() else 1)
+    with _faults():
+        raise typer.Exit(0 if (runtime.show() if connect is None else runtime.show_run(connect, keys)) else 1)
+
+
+@app.command(name="keys")
+def write_keys(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="folder of the keys")] = Path("keys"),
+    name: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="a generator with a key of its own; repeat it", show_default=False),
+    ] = None,
+) -> None:
+    """Make CURVE keys for hosts that may join a run; keys that are there are kept."""
+    from sao.transport import keys
+
+    with _faults():
+        for path in keys.write(folder, name or []):
+            typer.echo(path)
+        typer.echo(f"the broker's host needs all of {folder}; another host broker.key, learner.key and its own secret")
+
+
+@app.command()
+def broker(
+    target: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN.toml|RUN_FOLDER", help="a run to begin, or the folder of one to go on with", show_default=False
+        ),
+    ],
+    overrides: Overrides = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the run folder of this name")] = False,
+) -> None:
+    """Serve a run to learner and generators that are started elsewhere, to its end."""
+    from sao.runtime import hosts
+
+    with _faults():
+        raise typer.Exit(hosts.broker(target, overrides or [], overwrite=overwrite))
+
+
+@app.command()
+def learner(
+    connect: Connect,
+    overrides: Overrides = None,
+    keys: Keys = None,
+    model: LocalModel = None,
+    folder: LocalFolder = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="from the newest complete checkpoint in the run folder")
+    ] = False,
+    wait: Wait = 60.0,
+) -> None:
+    """Run the learner of a run whose broker is elsewhere; under torchrun, one rank of it."""
+    from sao.runtime import hosts
+
+    with _faults():
+        changes = [*(overrides or []), *_model(model)]
+        code = hosts.learner(connect, changes, keys=keys, folder=folder, resume=resume, wait_s=wait)
+        raise typer.Exit(code)
+
+
+@app.command()
+def generator(
+    connect: Connect,
+    name: Annotated[str, typer.Option(metavar="NAME", help="unique in the run", show_default=False)],
+    overrides: Overrides = None,
+    keys: Keys = None,
+    model: LocalModel = None,
+    folder: LocalFolder = None,
+    wait: Wait = 60.0,
+) -> None:
+    """Run a generator of a run whose broker is elsewhere; more may join and leave at any time."""
+    from sao.runtime import hosts
+
+    with _faults():
+        changes = [*(overrides or []), *_model(model)]
+        raise typer.Exit(hosts.generator(connect, name, changes, keys=keys, folder=folder, wait_s=wait))
+
+
+def _model(path: Path | None) -> list[str]:
+    return [] if path is None else [f"model.path={str(path)!r}"]
 
 
 @app.callback(invoke_without_command=True)

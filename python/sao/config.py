@@ -140,11 +140,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     faults = []
-    for item in overrides:
-        try:
-            _override(data, item)
-        except ConfigError as error:
-            faults.append(str(error))
+    try:
+        data = overridden(data, overrides)
+    except ConfigError as error:
+        faults.append(str(error))
     try:
         parsed = parse(data, source=str(path))
     except ConfigError as error:
@@ -152,6 +151,19 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if faults:
         raise ConfigError("\n".join(faults))
     return parsed
+
+
+def overridden(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Plain data with `section.key=value` overrides, in place. Raises `ConfigError` that lists those it cannot read."""
+    faults = []
+    for item in overrides:
+        try:
+            _override(data, item)
+        except ConfigError as error:
+            faults.append(str(error))
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return data
 
 
 def parse(data: dict[str, Any], source: str = "config") -> Config:

@@ -23,7 +23,7 @@ from sao.transport.messages import Buffer
 from sao.transport.sockets import is_local
 
 log = logging.getLogger(__name__)
-ROLES: Final = ("generator", "learner", "supervisor")
+ROLES: Final = ("generator", "learner", "supervisor", "visitor")  # a visitor reads how the run is set up and stands
 WORKERS: Final = ("generator", "learner")
 KEPT_MESSAGES: Final = 1000  # for a supervisor that has not joined yet
 TICK_S: Final = 1.0
@@ -178,6 +178,7 @@ class Broker:
         on("left", "supervisor", self._left)
         on("stop", "supervisor", lambda r, now: self.state.finish(r.body["reason"], now, ok=False))
         actor.on("snapshot", lambda r: Reply("snapshot", self.snapshot()))
+        actor.on("config", lambda r: Reply("config", {"config": self._config.model_dump(mode="json")}))
         actor.on("error", self._worker_error, *WORKERS)
         actor.on("cancel", self._cancel)
         actor.every(TICK_S, self._tick)
@@ -248,10 +249,11 @@ class Broker:
 
     def snapshot(self) -> dict[str, Any]:
         """The state's snapshot and the sizes of the transport's own maps."""
-        peers = list(self._mailbox.peers.values())
+        peers, now = list(self._mailbox.peers.values()), time.monotonic()
         return {
             **report.snapshot(self.state),
             "peers": len(peers),
+            "silent_s": {f"{peer.role} {peer.name}": round(now - peer.heard, 1) for peer in peers},
             "pushes_not_acknowledged": sum(peer.link.waiting for peer in peers),
             "answers_kept": sum(peer.link.remembered for peer in peers),
             "requests_waiting": len(self._takes),

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -22,7 +23,7 @@ from rich.text import Text
 
 from sao.envs import registry, sandbox
 from sao.errors import Error
-from sao.runtime import folders, launch
+from sao.runtime import folders, hosts, launch
 from sao.transport.actor import Actor
 from sao.transport.client import Client
 from sao.transport.sockets import private_folder
@@ -31,6 +32,7 @@ State = Literal["ok", "note", "fault"]
 STYLES: dict[State, str] = {"ok": "green", "note": "yellow", "fault": "bold red"}
 GIB = 1 << 30
 TORCH_PROBE_S = 60.0
+RUN_PROBE_S = 10.0
 
 # Package -> what is missing without it.
 OPTIONAL = {
@@ -75,6 +77,20 @@ def show(console: Console | None = None) -> bool:
         table.add_row(Text(finding.state, style), Text(finding.subject, "bold"), Text(finding.text))
     console.print(table)
     return all(finding.state != "fault" for finding in found)
+
+
+def show_run(endpoint: str, keys: Path | None = None, console: Console | None = None) -> bool:
+    """Prints how the run of the broker at `endpoint` stands and who waits for what; whether it is going on.
+
+    Raises `Error` that says why there is no answer.
+    """
+    console = console or Console(highlight=False)
+    found = hosts.ask(endpoint, "snapshot", "doctor", keys=keys, wait_s=RUN_PROBE_S)
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in found.items():
+        table.add_row(Text(name.replace("_", " "), "bold"), Text(json.dumps(value) if value is not None else "-"))
+    console.print(table)
+    return not (found.get("done") or {}).get("failed")
 
 
 def findings() -> list[Finding]:

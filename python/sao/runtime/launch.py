@@ -32,6 +32,8 @@ class Places:
     """Where a resumed run goes on."""
     returns: int = 0
     """Times that the learner has lost steps in this start of the run."""
+    alone: bool = False
+    """Only the broker is started here; learner and generators join from elsewhere."""
 
     @classmethod
     def of(cls, config: Config, sockets_folder: Path, weights_folder: Path, **more: Any) -> Places:
@@ -88,6 +90,8 @@ def learner(config: Config, places: Places, rank: int) -> Command:
 
 def everything(config: Config, places: Places) -> list[Command]:
     """All commands in the order in which they are started."""
+    if places.alone:
+        return [broker(config, places)]
     generators = [generator(config, places, index, 0) for index in range(config.generator.count)]
     ranks = [learner(config, places, rank) for rank in range(config.learner.ranks)]
     return [broker(config, places), *ranks, *generators]

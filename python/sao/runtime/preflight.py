@@ -12,6 +12,7 @@ from sao.errors import ConfigError, EnvironmentFailure
 from sao.generator.compaction import templates
 from sao.runtime import folders, launch
 from sao.runtime import resume as resuming
+from sao.transport.keys import client_keys, server_keys
 
 ENGINE_PACKAGES = {
     "torch": ("train", ("torch", "transformers", "safetensors")),
@@ -20,18 +21,30 @@ ENGINE_PACKAGES = {
 }
 
 
-def check(config: Config, *, overwrite: bool = False, run_folder: bool = True, resume: bool = False) -> list[str]:
+def check(
+    config: Config, *, overwrite: bool = False, run_folder: bool = True, resume: bool = False, alone: bool = False
+) -> list[str]:
     """Raises `ConfigError` that lists all faults; returns warnings, things that work but are probably not meant.
 
-    Without `run_folder` it does not matter whether the run's folder exists; with `resume` it must hold the run.
+    Without `run_folder` it does not matter whether the run's folder exists; with `resume` it must hold the run. A
+    broker `alone` needs neither the model nor the environment's packages.
     """
-    faults = [
-        *packages(config),
-        *model_folder("model.path", Path(config.model.path)),
-        *(model_folder("learner.critic_path", Path(config.learner.critic_path)) if config.learner.critic_path else []),
-        *environment(config),
-        *compaction(config),
-    ]
+    faults = keys(config)
+    faults += (
+        []
+        if alone
+        else [
+            *packages(config),
+            *model_folder("model.path", Path(config.model.path)),
+            *(
+                model_folder("learner.critic_path", Path(config.learner.critic_path))
+                if config.learner.critic_path
+                else []
+            ),
+            *environment(config),
+            *compaction(config),
+        ]
+    )
     if resume:
         faults += resuming.faults(config)
     elif run_folder and (fault := folders.run_folder_fault(config.folder, overwrite=overwrite)):
@@ -39,6 +52,17 @@ def check(config: Config, *, overwrite: bool = False, run_folder: bool = True, r
     if faults:
         raise ConfigError("\n".join(faults))
     return _warnings(config)
+
+
+def keys(config: Config) -> list[str]:
+    """What is wrong with the keys that processes on this host need."""
+    transport = config.transport
+    try:
+        server_keys(transport.keys, transport.bind)
+        client_keys(transport.keys, transport.bind, "supervisor", "supervisor")
+    except ConfigError as error:
+        return [f"transport.{error}"]
+    return []
 
 
 def packages(config: Config) -> list[str]:

@@ -355,7 +355,8 @@ class Supervisor:
             self._report("event", {"level": "info", "text": text})
         if self._ask_to_stop(outcome.reason.splitlines()[0]):
             if outcome.exit_code == EXIT_DONE:
-                self._wait(lambda: not self._of_role("learner"), SAVE_S, signals_before)
+                last = "broker" if self._places.alone else "learner"  # a broker waits for a learner that is elsewhere
+                self._wait(lambda: not self._of_role(last), SAVE_S, signals_before)
             self._wait(lambda: not self._running, shutdown_s, signals_before)
         processes.terminate(self._children)
         self._wait(lambda: not self._running, min(shutdown_s, TERMINATE_S), signals_before)

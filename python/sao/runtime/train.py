@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,13 @@ def describe(config: Config, *, overwrite: bool = False, resume: bool = False) -
     return "\n".join([*lines, *(f"# warning: {warning}" for warning in warnings), "# dry run: nothing was started"])
 
 
-def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> int:
+def train(config: Config, *, overwrite: bool = False, resume: bool = False, alone: bool = False) -> int:
     """Runs a training run to its end; returns the exit code. Raises `ConfigError` before any side effect.
 
-    `resume`: go on with the run in the folder, from its newest complete checkpoint.
+    `resume`: go on with the run in the folder, from its newest complete checkpoint. `alone`: only the broker is started
+    here, learner and generators join from elsewhere.
     """
-    warnings = preflight.check(config, overwrite=overwrite, resume=resume)
+    warnings = preflight.check(config, overwrite=overwrite, resume=resume, alone=alone)
     console = Console(stderr=False, highlight=False)
     for folder in folders.remove_stale():
         console.print(f"removed {folder}, left by a run that was killed", style="dim")
@@ -56,7 +58,7 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> i
         if found is not None and found.finished:
             console.print(found.finished, style="bold green", markup=False, soft_wrap=True)
             return EXIT_DONE
-        outcome = _run(config, run_folder, lock, found, warnings, console)
+        outcome = _run(config, run_folder, lock, found, warnings, console, alone)
     finally:
         os.close(lock)
     _summary(run_folder, config, console)
@@ -69,7 +71,13 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False) -> i
 
 
 def _run(
-    config: Config, run_folder: Path, lock: int, found: Resume | None, warnings: list[str], console: Console
+    config: Config,
+    run_folder: Path,
+    lock: int,
+    found: Resume | None,
+    warnings: list[str],
+    console: Console,
+    alone: bool,
 ) -> Outcome:
     """Runs what is prepared, in a folder that is ours."""
     folders.own(run_folder)
@@ -77,7 +85,7 @@ def _run(
     try:
         texts = [] if found is None else resuming.begin(found, run_folder)
         configuration.save(config, run_folder / "config.json")
-        places = _places(config, private.sockets, private.weights, lock=lock, resume=found)
+        places = replace(_places(config, private.sockets, private.weights, lock=lock, resume=found), alone=alone)
         with Monitor(config, run_folder, console) as monitor:
             monitor.report("run", {**_environment(), "config": config.model_dump(mode="json")})
             if found is not None:

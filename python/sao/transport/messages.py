@@ -82,6 +82,7 @@ SCHEMA: Final[dict[str, dict[str, tuple[type, ...]]]] = {
     # supervisor <-> broker
     "left": {"role": _STR, "name": _STR, "incarnation": _INT, "reason": _STR},
     "snapshot": {},
+    "config": {"config?": _MAP},
     "step": {"step": _INT, "metrics": _MAP},
     "eval": {"version": _INT, "success": _OPT_NUM, "mean_reward": _OPT_NUM, "n": _INT, "failed": _INT},
     "event": {"level": _STR, "text": _STR},
