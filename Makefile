@@ -8,7 +8,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-EXTRAS := train envs tracking dev
+EXTRAS := train envs agents tracking dev
 MODEL  := runs/quickstart-model
 ARGS   ?=
 

@@ -33,6 +33,7 @@ from sao.config_sections import (
     TelemetrySection,
     TransportSection,
     ValuePretrainingSection,
+    is_loopback,
     refuse,
 )
 from sao.errors import ConfigError
@@ -74,6 +75,10 @@ class Config(Section):
             f"run.target_success: {run.target_success} needs held-out evaluation, but eval.every_steps"
             " = 0": run.target_success is not None and self.eval.every_steps == 0,
         }
+        host = self.generator.agents_bind.rpartition(":")[0]
+        wrong[
+            f"generator.agents_bind: {host} is not a loopback address; set transport.allow_remote = true to permit it"
+        ] = not is_loopback(host) and not self.transport.allow_remote
         found = [text for text, applies in wrong.items() if applies]
         refuse(found + self._compaction_faults() + config_estimators.faults(self))
         return self

@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is of this machine alone."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -110,6 +111,9 @@ class GeneratorSection(Section):
         True, description="fewer episodes than `concurrency` while the engine's KV cache is full or requests queue"
     )
     threads: int = Field(1, ge=1, description="CPU threads per generator process")
+    agents_bind: str = Field(
+        "127.0.0.1:0", pattern=r"^.+:\d+$", description="HOST:PORT of the endpoint for agents; port 0: any free one"
+    )
     vllm_args: dict[str, Any] = Field(default_factory=dict, description="passed to vLLM's engine arguments as they are")
 
 
@@ -311,7 +315,7 @@ class TransportSection(Section):
             host, _, port = str(address).removeprefix("tcp://").rpartition(":")
             if not 0 < int(port) < 65536:
                 faults.append(f"{key}: port {port} is not in 1..65535")
-            if not _is_loopback(host) and self.keys is None and not self.allow_remote:
+            if not is_loopback(host) and self.keys is None and not self.allow_remote:
                 faults.append(
                     f"{key}: {address} is not a loopback address: set keys = FOLDER (made by `sao keys`), or"
                     " allow_remote = true to permit it without encryption"

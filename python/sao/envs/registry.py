@@ -23,6 +23,7 @@ _BUILT_IN = {
     "lookup": "sao.envs.lookup:Lookup",
     "recall": "sao.envs.recall:Recall",
     "workspace": "sao.envs.workspace:Workspace",
+    "agent": "sao.envs.agent:Agent",
     "reasoning_gym": "sao.envs.reasoning_gym:ReasoningGym",
 }
 
@@ -87,11 +88,8 @@ def make(name: str, /, **args: Any) -> Environment:
     except ValueError:  # a signature that cannot be read (some native classes): the call itself will tell
         pass
     environment = build(**args)
-    missing = [
-        member
-        for member in ("reward_range", "replayable", "reset", "step", "close")
-        if not hasattr(environment, member)
-    ]
+    calls = ("play",) if hasattr(environment, "play") else ("reset", "step")  # it asks for turns, or is asked
+    missing = [member for member in ("reward_range", "replayable", *calls, "close") if not hasattr(environment, member)]
     if missing:
         raise ConfigError(f"env.name: {name!r} is no environment: it lacks {', '.join(missing)}")
     low, high = environment.reward_range

@@ -12,13 +12,12 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from sao.config import Config
 from sao.envs import registry
-from sao.envs.protocol import Environment
 from sao.errors import (
     ClosedError,
     ConfigError,
@@ -43,6 +42,9 @@ from sao.transport.client import Client
 from sao.transport.keys import client_keys
 from sao.transport.messages import Message
 from sao.transport.reference import WeightsRef
+
+if TYPE_CHECKING:
+    from sao.generator.agent_host import AgentHost
 
 _CODES = ("bad_logprob", "no_token_capture", "bad_completion", "aborted")  # what an EngineError may begin with
 _HEAPED = 1000  # unanswered messages beyond which no more statistics are sent
@@ -80,7 +82,10 @@ class Generator:
         sampling_seed: int,
         summariser: Engine | None = None,
         arrivals: Arrivals | None = None,
+        name: str = "g0",
     ) -> None:
+        self._name = name
+        self._agents: AgentHost | None = None
         self._summariser, self._arrivals = summariser, arrivals
         self._compactor = Compactor(config, renderer, summariser) if config.compaction.enabled else None
         self.config, self.engine, self.renderer = config, engine, renderer
@@ -96,7 +101,7 @@ class Generator:
         self._stopped = asyncio.Event()
         self._fault: Exception | None = None
         self._client: Client | None = None
-        self._make_environment: Callable[..., Environment] = registry.factory(config.env.name)
+        self._make_environment: Callable[..., Any] = registry.factory(config.env.name)
         self.failures: dict[str, int] = {}
 
     async def run(self) -> None:
@@ -117,7 +122,7 @@ class Generator:
             raise self._fault
 
     async def _work(self) -> None:
-        await self._check_environment()
+        env = await self._check_environment()
         await self.engine.start(None)
         if self._summariser is not None:
             await self._summariser.start(None)
@@ -126,6 +131,11 @@ class Generator:
             self._wanted = WeightsRef.from_message(welcome["weights"])
         await self._take_newest()
         await self.check_engine()
+        if hasattr(env, "play"):
+            from sao.generator.agent_host import AgentHost  # only for agents: it serves HTTP
+
+            self._agents = AgentHost(self.config, self.engine, self.renderer, self._name)
+            await self._agents.start(env)
         self._ready = True
         self._tell_loaded()
         self._state_slots()
@@ -152,9 +162,11 @@ class Generator:
             raise EngineError(f"no_token_capture: {completion.token_ids.size} tokens, one was asked for")
         await self.engine.release(name)
 
-    async def _check_environment(self) -> None:
+    async def _check_environment(self) -> Any:
         """A wrong `[env]` is found before anything is played. Raises `ConfigError`."""
-        await registry.make(self.config.env.name, **self.config.env.args).close()
+        env = registry.make(self.config.env.name, **self.config.env.args)
+        await env.close()
+        return env
 
     async def _join(self) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
@@ -247,6 +259,10 @@ class Generator:
         try:
             # Not `registry.make`: its checks were made at the start, and its search for entry points is slow.
             env = self._make_environment(**self.config.env.args)
+            if self._agents is not None:
+                played = self._agents.play(env, task, sampling_seed=self._sampling_seed, progress=progress)
+                await self._deliver(task, await played)
+                return
             trajectory = await run_episode(
                 self.engine,
                 env,
@@ -388,6 +404,8 @@ class Generator:
         deadline = time.monotonic() + self.config.transport.shutdown_s
         if tasks:
             await asyncio.wait(tasks, timeout=self.config.transport.shutdown_s / 2)
+        if self._agents is not None:
+            await self._agents.close()
         for engine in filter(None, (self.engine, self._summariser)):
             try:
                 await asyncio.wait_for(engine.close(), max(0.1, deadline - time.monotonic()))
@@ -428,7 +446,7 @@ def make_generator(
 
     engine, summariser = make_engine(config, renderer, seed), make_summariser(config, renderer, seed)
     arrivals = None if weights_folder is None else Arrivals(config, weights_folder, endpoint, name, incarnation)
-    return Generator(config, engine, renderer, connect, seed, summariser, arrivals)
+    return Generator(config, engine, renderer, connect, seed, summariser, arrivals, name)
 
 
 def _in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[Any], None], argument: Any) -> None:

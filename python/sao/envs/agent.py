@@ -1,0 +1,180 @@
+"""`agent`: episodes that a program written by others plays, by calling an OpenAI-compatible endpoint.
+
+The endpoint belongs to the generator (`sao.generator.agent_server`); here is what the program is and how it is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, get_args, runtime_checkable
+
+from sao.errors import ConfigError, EnvironmentFailure
+
+Start = Literal["episode", "once", "never"]
+RewardFrom = Literal["posted", "last_line"]
+_TAIL_BYTES = 2000  # of the program's error output, for the reason of a failure
+_OUTPUT_BYTES = 1 << 20
+# Sets the parent-death signal and becomes the command: a program does not outlive a generator that was killed.
+_UNDER_PARENT = (
+    "import ctypes,os,sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); "
+    "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What an agent needs to play one episode: base_url of the API, the key of the session, the name of the model, and
+    the address and key with which the reward is posted."""
+
+    base_url: str
+    api_key: str
+    model: str
+    reward_url: str
+    reward_key: str
+
+    def variables(self) -> dict[str, str]:
+        """The same as environment variables; the first two are those that the `openai` clients read."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "SAO_MODEL": self.model,
+            "SAO_REWARD_URL": self.reward_url,
+            "SAO_REWARD_KEY": self.reward_key,
+        }
+
+
+@runtime_checkable
+class AgentEnvironment(Protocol):
+    """An environment that asks for the policy's turns itself, by an OpenAI-compatible API, instead of being asked."""
+
+    reward_range: tuple[float, float]
+    replayable: bool
+
+    async def play(self, seed: int, split: str, access: Access) -> float | None:
+        """Plays one episode to its end; its reward, or None when that is posted. Raises `EnvironmentFailure`."""
+        ...
+
+    async def close(self) -> None:
+        """Frees what the episode holds; called once, also after a failure or a cancelled call."""
+        ...
+
+
+class Agent:
+    """A command as an agent.
+
+    command: program and arguments, as a list or as one line for no shell; `{seed}` and `{split}` in them are replaced.
+    start: episode: once per episode, with the variables of `Access` and SAO_SEED, SAO_SPLIT; it has to end by itself
+        with exit code 0, anything else is a failure. once: one process per generator, with SAO_AGENT_URL and
+        SAO_AGENT_TOKEN, which opens sessions for as many episodes at once as it likes. never: the same, started by
+        somebody else, who finds address and token in the run folder (`agents/<generator>.json`).
+    reward: posted: by HTTP, with the reward key of the session. last_line: the last line of the program's output, a
+        number or `{"reward": number}`; only with start = "episode".
+    reward_range: smallest and largest reward. replayable: whether a lost episode may be started again from its seed.
+    cwd: folder that the program runs in. environment: further variables.
+
+    Raises `ConfigError` that names the argument.
+    """
+
+    def __init__(
+        self,
+        command: str | Sequence[str] = (),
+        start: Start = "episode",
+        reward: RewardFrom = "posted",
+        reward_range: Sequence[float] = (0.0, 1.0),
+        replayable: bool = True,
+        cwd: str | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.command = shlex.split(command) if isinstance(command, str) else [str(part) for part in command]
+        if start not in get_args(Start):
+            raise ConfigError(f"env.args.start: {start!r}, expected one of {', '.join(get_args(Start))}")
+        if reward not in get_args(RewardFrom):
+            raise ConfigError(f"env.args.reward: {reward!r}, expected one of {', '.join(get_args(RewardFrom))}")
+        if (start == "never") == bool(self.command):
+            wanted = "none with start = 'never'" if self.command else f"a program, since start = {start!r}"
+            raise ConfigError(f"env.args.command: {command!r}, expected {wanted}")
+        if reward == "last_line" and start != "episode":
+            raise ConfigError(f"env.args.reward: 'last_line' needs start = 'episode', it is {start!r}")
+        if self.command and shutil.which(self.command[0]) is None:
+            raise ConfigError(f"env.args.command: {self.command[0]!r} is no program in PATH")
+        if cwd is not None and not Path(cwd).is_dir():
+            raise ConfigError(f"env.args.cwd: {cwd}: no such folder")
+        if len(reward_range) != 2 or not all(isinstance(x, int | float) and math.isfinite(x) for x in reward_range):
+            raise ConfigError(f"env.args.reward_range: {reward_range!r}, expected two numbers")
+        self.reward_range = float(reward_range[0]), float(reward_range[1])
+        self.start, self.reward, self.replayable = start, reward, replayable
+        self._cwd, self._more = cwd, dict(environment or {})
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def play(self, seed: int, split: str, access: Access) -> float | None:
+        """See `AgentEnvironment`. Failures: `agent_start`, `agent_exit`, `bad_reward`."""
+        parts = [part.replace("{seed}", str(seed)).replace("{split}", split) for part in self.command]
+        variables = {**access.variables(), "SAO_SEED": str(seed), "SAO_SPLIT": split}
+        process = self._process = await self.run(parts, variables)
+        assert process.stdout is not None and process.stderr is not None
+        out, err = await asyncio.gather(tail(process.stdout, _OUTPUT_BYTES), tail(process.stderr))
+        if code := await process.wait():
+            raise EnvironmentFailure("agent_exit", f"exit code {code}: {err.decode(errors='replace').strip()}")
+        return _last_line(out) if self.reward == "last_line" else None
+
+    async def run(self, parts: Sequence[str], variables: Mapping[str, str]) -> asyncio.subprocess.Process:
+        """Starts the program in a session of its own; it dies with this process. Raises `EnvironmentFailure`."""
+        try:
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-IS", "-c", _UNDER_PARENT, str(os.getpid()), *parts),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                cwd=self._cwd,
+                env={**os.environ, **self._more, **variables},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EnvironmentFailure("agent_start", f"{parts[0]}: {error}") from error
+
+    async def close(self) -> None:
+        """Kills the program, and what it started, if it still runs."""
+        if self._process is not None:
+            await end(self._process)
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    """Kills a program and all of its session."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode is None:
+        await process.wait()
+
+
+async def tail(stream: asyncio.StreamReader, n_bytes: int = _TAIL_BYTES) -> bytes:
+    """Reads to the end; the last bytes of it."""
+    kept = b""
+    while chunk := await stream.read(1 << 16):
+        kept = (kept + chunk)[-n_bytes:]
+    return kept
+
+
+def _last_line(output: bytes) -> float:
+    lines = output.decode(errors="replace").strip().splitlines()
+    last = lines[-1] if lines else ""
+    try:
+        found = json.loads(last)
+        value = found["reward"] if isinstance(found, dict) else found
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError
+    except (ValueError, KeyError):
+        raise EnvironmentFailure(
+            "bad_reward", f'last line of output {last[:200]!r}, expected a number or {{"reward": number}}'
+        ) from None
+    return float(value)

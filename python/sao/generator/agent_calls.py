@@ -1,0 +1,168 @@
+"""The OpenAI chat API, as far as it is served: requests read strictly, answers and errors in its form.
+
+A field that would change what is sampled is refused unless it has the value that holds anyway; nothing is silently
+ignored but what has no influence on the answer (`IGNORED`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sao.envs.protocol import Message
+
+IGNORED = frozenset(
+    {"model", "user", "metadata", "store", "seed", "service_tier", "parallel_tool_calls", "safety_identifier"}
+)
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_FIXED: dict[str, tuple[Any, ...]] = {  # field -> values that change nothing
+    "n": (1,),
+    "top_p": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "stop": ([],),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+_WHY = {
+    "tools": "the policy's turns are plain text; describe tools in the system message",
+    "functions": "the policy's turns are plain text; describe tools in the system message",
+    "n": "one completion a call; call again for another",
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error, in OpenAI's form."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body."""
+        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A chat completion that was asked for. max_tokens: None: the run's own limit."""
+
+    messages: tuple[Message, ...]
+    max_tokens: int | None
+    stream: bool
+    include_usage: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What was sampled for a call. finish_reason: stop or length."""
+
+    id: str
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+
+    def usage(self) -> dict[str, int]:
+        """Token counts in OpenAI's form."""
+        total = self.prompt_tokens + self.completion_tokens
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": total,
+        }
+
+
+def parse(body: Any, temperature: float) -> Call:
+    """Reads a request's JSON. temperature: that of this session. Raises `ApiError` (400) that names the field."""
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body is no JSON object")
+    temperature_asked = body.get("temperature")
+    if temperature_asked is not None and temperature_asked != temperature:
+        raise ApiError(
+            400,
+            f"temperature: {temperature_asked!r}, but this session is sampled at {temperature:g}: leave it out",
+            param="temperature",
+            code="unsupported_value",
+        )
+    known = {"messages", "temperature", "max_tokens", "max_completion_tokens", "stream", "stream_options"}
+    for name, value in body.items():
+        if name in known or name in IGNORED or value is None:
+            continue
+        if name not in _FIXED:
+            raise ApiError(400, f"unknown field: {name}", param=name, code="unknown_parameter")
+        if value not in _FIXED[name]:
+            why = _WHY.get(name, "only the temperature of the run may shape what is trained on")
+            raise ApiError(400, f"{name}: {value!r} is not supported: {why}", param=name, code="unsupported_value")
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict) or options.keys() - {"include_usage"}:
+        raise ApiError(400, f"stream_options: {options!r}, expected include_usage", param="stream_options")
+    limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
+    if any(isinstance(limit, bool) or not isinstance(limit, int) or limit < 1 for limit in limits):
+        raise ApiError(400, f"max_tokens: {limits!r}, expected an integer of at least 1", param="max_tokens")
+    return Call(
+        messages=_messages(body.get("messages")),
+        max_tokens=min(limits, default=None),
+        stream=bool(body.get("stream")),
+        include_usage=bool(options.get("include_usage")),
+    )
+
+
+def completion(turn: Turn, model: str) -> dict[str, Any]:
+    """The JSON body of a `chat.completion`."""
+    message = {"role": "assistant", "content": turn.text, "refusal": None}
+    choice = {"index": 0, "message": message, "finish_reason": turn.finish_reason, "logprobs": None}
+    return {**_head(turn.id, "chat.completion", model), "choices": [choice], "usage": turn.usage()}
+
+
+def chunks(turn: Turn, model: str, include_usage: bool) -> Iterator[dict[str, Any]]:
+    """The JSON bodies of a stream: the turn in one piece, then why it ended, then its usage."""
+    head = _head(turn.id, "chat.completion.chunk", model)
+    delta = {"role": "assistant", "content": turn.text}
+    yield {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}]}
+    yield {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": turn.finish_reason, "logprobs": None}]}
+    if include_usage:
+        yield {**head, "choices": [], "usage": turn.usage()}
+
+
+def _head(name: str, kind: str, model: str) -> dict[str, Any]:
+    return {"id": name, "object": kind, "created": int(time.time()), "model": model}
+
+
+def _messages(given: Any) -> tuple[Message, ...]:
+    if not isinstance(given, list) or not given:
+        raise ApiError(400, "messages: expected a list of at least one message", param="messages")
+    messages = tuple(_message(index, message) for index, message in enumerate(given))
+    if messages[-1].role == "assistant":
+        raise ApiError(
+            400, "messages: the last one is the assistant's; a turn cannot be begun for the policy", param="messages"
+        )
+    return messages
+
+
+def _message(index: int, given: Any) -> Message:
+    where = f"messages[{index}]"
+    if not isinstance(given, dict) or given.get("role") not in _ROLES:
+        raise ApiError(400, f"{where}: expected an object with a role of {', '.join(_ROLES)}", param=where)
+    if given.get("tool_calls") or given.get("function_call"):
+        raise ApiError(400, f"{where}.tool_calls: {_WHY['tools']}", param=f"{where}.tool_calls")
+    content = given.get("content")
+    if isinstance(content, list):
+        texts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
+        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None  # type: ignore[arg-type]
+    if not isinstance(content, str):
+        raise ApiError(400, f"{where}.content: expected text", param=f"{where}.content")
+    return Message(_ROLES[given["role"]], content)
