@@ -20,17 +20,27 @@ from transport.line import client_of
 from sao.errors import TransportError, WeightsError
 from sao.transport import LATER, Reply, Request, keys, weight_bus
 from sao.transport.reference import WeightsRef
-from sao.transport.weight_bus import Pulled, WeightsServer, pull, source_of
+from sao.transport.weight_bus import Pulled, Puller, WeightsServer, source_of
 from sao.transport.weight_file import fingerprint_file
 from sao.transport.weights import fingerprint, load, publish
 
 TCP = "tcp://127.0.0.1:0"
+FIRST = weight_bus.FIRST_BYTES
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool)
 
 
 def tensors(version: int, size: int = 1000) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(version)
     return {f"layer.{i}": torch.randn(size, 50, generator=generator) for i in range(5)}
+
+
+def pull(ref: WeightsRef, folder: Path, endpoint: str, **options: Any) -> Pulled:
+    """One pull over a connection of its own."""
+    puller = Puller(endpoint, folder, **options)
+    try:
+        return puller.pull(ref)
+    finally:
+        puller.close()
 
 
 class Bus:
@@ -91,27 +101,25 @@ def test_who_missed_versions_goes_to_the_newest_directly(bus: Bus) -> None:
     assert bus.server.sent_bytes == 2 * sent  # nothing of the versions between
     assert bus.files() == ["weights-0000000008.safetensors"]
     with pytest.raises(
-        WeightsError, match=r"weights of version 3 from tcp://.*: version 3 is not served, only \[1, 8\]"
+        WeightsError, match=r"weights of version 3 from tcp://.*: version 3 is not served, only \[6, 7, 8\]"
     ):
         bus.pull(WeightsRef(3, "/nowhere", ref.fingerprint))
     assert bus.files() == ["weights-0000000008.safetensors"]
 
 
 def test_what_is_being_pulled_is_served_although_it_is_replaced(bus: Bus) -> None:
-    ref, later = bus.publish(1, size=40_000), threading.Event()
+    ref, later = bus.publish(1, size=40_000), iter(range(2, 9))
 
     def slow(request: Request, reply: Reply) -> Reply:
-        if not later.is_set():
-            for version in range(2, 7):
-                bus.publish(version)
+        if version := next(later, 0):
+            bus.publish(version)
             for path in bus.published.iterdir():
                 path.unlink()
-            later.set()
         return reply
 
     bus.instead(slow)
     assert same(load(bus.pull(ref).ref), tensors(1, size=40_000))
-    assert len(bus.server._open) <= weight_bus.KEPT
+    assert sorted(bus.server._open) == [1, 7, 8]
 
 
 @pytest.mark.parametrize("times", [1, 10])
@@ -120,7 +128,7 @@ def test_a_changed_byte_is_found_asked_for_again_and_named(bus: Bus, times: int)
     changed = [0]
 
     def damage(request: Request, reply: Reply) -> Reply:
-        if request.body["offset"] == weight_bus.SMALLEST_BYTES and changed[0] < times:
+        if request.body["offset"] == FIRST and changed[0] < times:
             changed[0] += 1
             chunk = bytearray(reply.frames[0])
             chunk[7] ^= 1
@@ -132,7 +140,7 @@ def test_a_changed_byte_is_found_asked_for_again_and_named(bus: Bus, times: int)
     if times == 1:
         assert same(load(bus.pull(ref).ref), tensors(2))
         return
-    with pytest.raises(WeightsError, match=r"version 2 from .*: the chunk at byte 65536 has a wrong checksum, 3 times"):
+    with pytest.raises(WeightsError, match=r"the chunk at byte 262144 has a wrong checksum, 3 times"):
         bus.pull(ref)
     assert same(load(before.ref), tensors(1))
     assert bus.files() == ["weights-0000000001.safetensors"]
@@ -152,8 +160,8 @@ def test_other_weights_under_the_name_are_refused(bus: Bus) -> None:
     [
         ({"total": 1 << 60}, r"a file of 1152921504606846976 bytes; \d+ bytes are free"),
         ({"total": 0}, "a file of 0 bytes"),
-        ({"total": 70_000}, "not a safetensors file"),
-        ({"offset": 3}, "expected 65536 bytes at 0 of .*, got 65536 bytes at 3"),
+        ({"total": 270_000}, "not a safetensors file"),
+        ({"offset": 3}, "expected 262144 bytes at 0 of .*, got 262144 bytes at 3"),
         ({"version": 9}, "of version 9"),
     ],
 )
@@ -169,7 +177,7 @@ def test_answers_that_do_not_fit_are_refused_before_anything_is_allocated(
 def test_a_chunk_of_another_size_and_no_chunk_are_refused(bus: Bus) -> None:
     bus.instead(lambda request, reply: Reply("chunk", reply.body, (bytes(reply.frames[0])[:-1],)))
     ref = bus.publish(1)
-    with pytest.raises(WeightsError, match=r"expected 65536 bytes at 0 of .*, got 65535 bytes"):
+    with pytest.raises(WeightsError, match=r"expected 262144 bytes at 0 of .*, got 262143 bytes"):
         bus.pull(ref)
     bus.server._actor.on("pull", lambda request: Reply("ack"))
     with pytest.raises(WeightsError, match="an answer of kind 'ack' with 0 frames is no chunk"):
@@ -181,7 +189,7 @@ def test_a_chunk_that_never_comes_is_named(bus: Bus) -> None:
     before = bus.pull(bus.publish(1))
     bus.instead(lambda request, reply: LATER if request.body["offset"] else reply)
     start = time.monotonic()
-    with pytest.raises(WeightsError, match=r"version 2 from .*: waited 1 s for the chunk at byte 65536 of \d{7}"):
+    with pytest.raises(WeightsError, match=r"version 2 from .*: waited 1 s for the chunk at byte 262144 of \d{7}"):
         bus.pull(bus.publish(2), patience_s=1.0)
     assert time.monotonic() - start < 3.0
     assert bus.files() == ["weights-0000000001.safetensors"]
@@ -258,6 +266,31 @@ def test_a_line_that_is_cut_in_the_middle_goes_on_where_it_was(bus: Bus) -> None
     assert same(load(bus.pull(ref, proxy.endpoint, patience_s=8.0).ref), tensors(1, size=40_000))
     assert len(cuts) == 2 and proxy.connections >= 3
     assert proxy.carried < 1.8 * 40_000_000  # what had arrived was not sent again, but for what was on the way
+
+
+def test_one_connection_serves_many_versions_also_after_faults(bus: Bus) -> None:
+    joined: list[str] = []
+    real = bus.server._actor.mailbox._on_join
+    bus.server._actor.mailbox._on_join = lambda peer: (joined.append(peer.name), real(peer))[1]
+    puller = Puller(bus.server.endpoint, bus.local, name="g0", heartbeat_s=0.1, patience_s=2.0)
+    for version in (1, 2, 3):
+        assert same(load(puller.pull(bus.publish(version)).ref), tensors(version))
+    assert joined == ["g0"]
+    with pytest.raises(WeightsError, match="fingerprint"):
+        puller.pull(replace(bus.publish(4), fingerprint="0" * 32))
+    assert same(load(puller.pull(bus.publish(5)).ref), tensors(5))
+    assert joined == ["g0"]
+    bus.server._actor.on("pull", lambda request: LATER)
+    with pytest.raises(WeightsError, match="waited 2 s for the chunk at byte 0"):
+        puller.pull(bus.publish(6))
+    bus.server._actor.on("pull", bus.server._pull)
+    assert same(load(puller.pull(bus.publish(7)).ref), tensors(7))
+    assert joined == ["g0"]
+    for peer in list(bus.server._actor.mailbox.peers.values()):
+        bus.server._actor.call(lambda peer=peer: bus.server._actor.mailbox.drop(peer, "test"))  # type: ignore[misc]
+    assert same(load(puller.pull(bus.publish(8)).ref), tensors(8))
+    assert joined == ["g0", "g0"]
+    puller.close()
 
 
 def test_many_pull_at_once(bus: Bus, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from sao.config import Config
 from sao.transport.keys import LEARNER, client_keys
 from sao.transport.reference import WeightsRef
-from sao.transport.weight_bus import Pulled, pull, source_of
+from sao.transport.weight_bus import Puller, source_of
 
 
 class Arrivals:
@@ -18,7 +18,8 @@ class Arrivals:
     def __init__(self, config: Config, folder: Path, broker: str, name: str, incarnation: int) -> None:
         self._config, self._folder, self._broker = config, folder, broker
         self._name, self._incarnation = name, incarnation
-        self.last: Pulled | None = None
+        self._puller: Puller | None = None
+        self._last: WeightsRef | None = None
 
     async def local(self, ref: WeightsRef) -> WeightsRef:
         """A reference to the same weights in a file of this host; pulled unless it is here already.
@@ -27,25 +28,29 @@ class Arrivals:
         """
         if not ref.source or Path(ref.path).exists():
             return ref
-        if self.last is not None and (self.last.ref.version, self.last.ref.fingerprint) == (
-            ref.version,
-            ref.fingerprint,
-        ):
-            return self.last.ref
-        transport, endpoint = self._config.transport, source_of(ref, self._broker)
-        self.last = await asyncio.to_thread(
-            pull,
-            ref,
-            self._folder,
-            endpoint,
-            name=self._name,
-            incarnation=self._incarnation,
-            keys=client_keys(transport.keys, endpoint, "generator", self._name, LEARNER),
-            heartbeat_s=transport.heartbeat_s,
-            patience_s=transport.peer_timeout_s,
-        )
-        return self.last.ref
+        if self._last is None or (self._last.version, self._last.fingerprint) != (ref.version, ref.fingerprint):
+            pulled = await asyncio.to_thread(self._puller_of(source_of(ref, self._broker)).pull, ref)
+            self._last = pulled.ref
+        return self._last
+
+    def _puller_of(self, endpoint: str) -> Puller:
+        if self._puller is None or self._puller.endpoint != endpoint:
+            transport = self._config.transport
+            if self._puller is not None:
+                self._puller.close()
+            self._puller = Puller(
+                endpoint,
+                self._folder,
+                name=self._name,
+                incarnation=self._incarnation,
+                keys=client_keys(transport.keys, endpoint, "generator", self._name, LEARNER),
+                heartbeat_s=transport.heartbeat_s,
+                patience_s=transport.peer_timeout_s,
+            )
+        return self._puller
 
     def close(self) -> None:
         """Removes the folder."""
+        if self._puller is not None:
+            self._puller.close()
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -33,7 +33,7 @@ from sao.transport.keys import VISITOR, client_keys
 ASK_S: Final = 20.0  # for one answer of the broker
 END_S: Final = 5.0  # beyond transport.shutdown_s, before an actor that was asked to end is killed
 # What may differ from host to host; all else is the run's.
-LOCAL: Final = ("model.path", "compaction.summariser", "learner.critic_path", "run.dir", "transport.keys")
+LOCAL: Final = ("model.path", "compaction.summariser", "learner.critic_path", "transport.keys")
 LOCAL_SECTIONS: Final = ("generator.", "learner.threads", "transport.weights_bind", "telemetry.")
 
 

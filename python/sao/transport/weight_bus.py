@@ -17,6 +17,7 @@ from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,13 +32,13 @@ from sao.transport.weight_file import fingerprint_file
 
 log = logging.getLogger(__name__)
 
-SMALLEST_BYTES: Final = 1 << 16  # of a chunk, at first and on slow links
+SMALLEST_BYTES: Final = 1 << 16  # of a chunk, on slow links
+FIRST_BYTES: Final = 1 << 18
 LARGEST_BYTES: Final = 1 << 22
 WIDEST: Final = 8  # chunks asked for at once
 QUICK_S, SLOW_S = 0.25, 1.0  # a chunk that takes less: ask for more at once; more: for less
 TRIES: Final = 3  # of one chunk whose checksum is wrong
-IN_USE_S: Final = 30.0  # an older version is kept open while it was asked for within this time
-KEPT: Final = 3  # versions that may be open
+KEPT: Final = 3  # versions that are served: the newest, and two before it that somebody may be pulling
 HEADER_BYTES: Final = 1 << 16  # room for what a message holds beside the chunk
 
 
@@ -45,7 +46,7 @@ HEADER_BYTES: Final = 1 << 16  # room for what a message holds beside the chunk
 class _Open:
     file: int
     n_bytes: int
-    asked: float
+    used: float  # when it was published or asked for last
 
 
 class WeightsServer:
@@ -76,6 +77,7 @@ class WeightsServer:
         if endpoint.endswith(":0"):
             self._announced = self._actor.endpoint
         self._actor.on("pull", self._pull, GENERATOR)
+        self._actor.on("cancel", lambda request: None, GENERATOR)
         self._thread = threading.Thread(target=self._actor.run, name="sao-weights", daemon=True)
         self._thread.start()
 
@@ -91,14 +93,15 @@ class WeightsServer:
         """
         try:
             file = os.open(ref.path, os.O_RDONLY | os.O_CLOEXEC)
-            added = _Open(file, os.fstat(file).st_size, 0.0)
+            added = _Open(file, os.fstat(file).st_size, time.monotonic())
         except OSError as error:
             raise WeightsError(f"weights of version {ref.version}: cannot be served: {error}") from None
         with self._lock:
-            unused = [version for version, kept in self._open.items() if time.monotonic() - kept.asked > IN_USE_S]
-            unused += sorted(set(self._open) - set(unused))[: max(0, len(self._open) - len(unused) + 1 - KEPT)]
-            for version in {*unused, ref.version} & set(self._open):
-                os.close(self._open.pop(version).file)
+            if ref.version in self._open:
+                os.close(self._open.pop(ref.version).file)
+            while len(self._open) >= KEPT:  # what nobody has asked for the longest goes
+                oldest = min(self._open, key=lambda version: self._open[version].used)
+                os.close(self._open.pop(oldest).file)
             self._open[ref.version] = added
         return replace(ref, source=self._announced)
 
@@ -126,7 +129,7 @@ class WeightsServer:
                 raise WeightsError(f"version {version} is not served, only {sorted(self._open)}")
             if not (0 <= offset < kept.n_bytes and 0 < size <= LARGEST_BYTES):
                 raise WeightsError(f"{size} bytes at {offset}: the file has {kept.n_bytes}, a chunk {LARGEST_BYTES}")
-            kept.asked = time.monotonic()
+            kept.used = time.monotonic()
             chunk = os.pread(kept.file, size, offset)
         self.sent_bytes += len(chunk)
         about = {"version": version, "offset": offset, "total": kept.n_bytes, "crc32": zlib.crc32(chunk)}
@@ -155,27 +158,25 @@ def source_of(ref: WeightsRef, broker: str) -> str:
     return ref.source
 
 
-def pull(
-    ref: WeightsRef,
-    folder: Path,
-    endpoint: str,
-    *,
-    name: str,
-    incarnation: int = 0,
-    keys: ClientKeys | None = None,
-    heartbeat_s: float = 1.0,
-    patience_s: float = 15.0,
-) -> Pulled:
-    """Brings the file of `ref` from `endpoint` into `folder`, in place of older ones there.
+class Puller:
+    """Brings weights from `endpoint` into `folder`, over a connection that is made at the first pull and kept."""
 
-    Raises `WeightsError` that names version, endpoint and place when no chunk arrives for `patience_s`, a chunk stays
-    wrong, there is no room, or the whole does not have the fingerprint; then `folder` is as it was.
-    """
-    what = f"weights of version {ref.version} from {endpoint}"
-    final = folder / f"weights-{ref.version:010d}.safetensors"
-    part = folder / f".{final.name}.part"
-    try:
-        client = Client(
+    def __init__(
+        self,
+        endpoint: str,
+        folder: Path,
+        *,
+        name: str,
+        incarnation: int = 0,
+        keys: ClientKeys | None = None,
+        heartbeat_s: float = 1.0,
+        patience_s: float = 15.0,
+    ) -> None:
+        self.endpoint, self._folder, self._patience_s = endpoint, folder, patience_s
+        self._pace = Pace()
+        self._client: Client | None = None
+        self._connect = partial(
+            Client,
             endpoint,
             role=GENERATOR,
             name=name,
@@ -186,61 +187,105 @@ def pull(
             keys=keys,
             outage_s=patience_s,
         )
-        with client:
-            client.connect(deadline_s=patience_s)
+
+    def pull(self, ref: WeightsRef) -> Pulled:
+        """Brings the file of `ref`, in place of older ones in the folder.
+
+        Raises `WeightsError` that names version, endpoint and place when no chunk arrives for `patience_s`, a chunk
+        stays wrong, there is no room, or the whole does not have the fingerprint; then the folder is as it was.
+        """
+        what = f"weights of version {ref.version} from {self.endpoint}"
+        final = self._folder / f"weights-{ref.version:010d}.safetensors"
+        part = self._folder / f".{final.name}.part"
+        try:
             begin = time.monotonic()
-            n_bytes = _Transfer(client, ref.version, part, patience_s).run()
+            n_bytes = _Transfer(self._joined(), ref.version, part, self._patience_s, self._pace).run()
             seconds = time.monotonic() - begin
-        found = fingerprint_file(part)
-        if found != ref.fingerprint:
-            raise WeightsError(f"fingerprint {found}, expected {ref.fingerprint}")
-        part.replace(final)
-    except (Error, OSError) as error:
-        raise WeightsError(f"{what}: {error}") from None
-    finally:
-        part.unlink(missing_ok=True)
-    for old in folder.glob("weights-*.safetensors"):
-        if old != final:
-            old.unlink(missing_ok=True)
-    pulled = Pulled(replace(ref, path=str(final)), n_bytes, seconds)
-    log.info("%s: %d bytes in %.2f s, %.1f MB/s", what, n_bytes, seconds, pulled.bytes_per_s / 1e6)
-    return pulled
+            found = fingerprint_file(part)
+            if found != ref.fingerprint:
+                raise WeightsError(f"fingerprint {found}, expected {ref.fingerprint}")
+            part.replace(final)
+        except (Error, OSError) as error:
+            raise WeightsError(f"{what}: {error}") from None
+        finally:
+            part.unlink(missing_ok=True)
+        for old in self._folder.glob("weights-*.safetensors"):
+            if old != final:
+                old.unlink(missing_ok=True)
+        pulled = Pulled(replace(ref, path=str(final)), n_bytes, seconds)
+        log.info("%s: %d bytes in %.2f s, %.1f MB/s", what, n_bytes, seconds, pulled.bytes_per_s / 1e6)
+        return pulled
+
+    def close(self) -> None:
+        """Ends the connection; the next pull makes a new one."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _joined(self) -> Client:
+        if self._client is not None and self._client.lost is not None:
+            self.close()
+        if self._client is None:
+            self._client = self._connect()
+            self._client.connect(deadline_s=self._patience_s)
+        return self._client
+
+
+@dataclass
+class Pace:
+    """Chunks that are asked for at once and their size: more while they come quickly, less when one is slow."""
+
+    width: int = 2
+    n_bytes: int = FIRST_BYTES
+
+    def took(self, seconds: float) -> None:
+        """One chunk took so long."""
+        if seconds > SLOW_S:
+            self.width, self.n_bytes = max(1, self.width // 2), max(SMALLEST_BYTES, self.n_bytes // 2)
+        elif seconds < QUICK_S and self.width < WIDEST:
+            self.width += 1
+        elif seconds < QUICK_S:
+            self.n_bytes = min(LARGEST_BYTES, 2 * self.n_bytes)
 
 
 class _Transfer:
-    """One file, chunk by chunk: several are asked for at once, as many and as large as the link carries quickly."""
+    """One file, chunk by chunk: the first tells how long it is, then several are asked for at once."""
 
-    def __init__(self, client: Client, version: int, part: Path, patience_s: float) -> None:
+    def __init__(self, client: Client, version: int, part: Path, patience_s: float, pace: Pace) -> None:
         self._client, self._version, self._part, self._patience_s = client, version, part, patience_s
+        self._pace = pace
         self._asked: dict[Future[Message], tuple[int, int, float]] = {}
         self._again: deque[tuple[int, int]] = deque()
         self._wrong: dict[int, int] = {}
-        self._size, self._width = SMALLEST_BYTES, 1
         self._next = self._got = 0
-        self._total = 1  # until the first chunk tells
+        self._total: int | None = None
 
     def run(self) -> int:
         """Returns the number of bytes written. Raises `WeightsError` and `OSError`."""
-        with self._part.open("wb") as file:
-            self._fill()
-            while self._asked:
-                done, _ = wait(self._asked, timeout=self._patience_s, return_when=FIRST_COMPLETED)
-                if not done:
-                    first = min(offset for offset, _, _ in self._asked.values())
-                    text = f"waited {self._patience_s:g} s for the chunk at byte {first} of {self._total}"
-                    raise WeightsError(text)
-                for future in done:
-                    self._take(file.fileno(), *self._asked.pop(future), future.result())
+        try:
+            with self._part.open("wb") as file:
                 self._fill()
-        return self._got
+                while self._asked:
+                    done, _ = wait(self._asked, timeout=self._patience_s, return_when=FIRST_COMPLETED)
+                    if not done:
+                        first = min(offset for offset, _, _ in self._asked.values())
+                        text = f"waited {self._patience_s:g} s for the chunk at byte {first} of {self._total}"
+                        raise WeightsError(text)
+                    for future in done:
+                        self._take(file.fileno(), *self._asked.pop(future), future.result())
+                    self._fill()
+            return self._got
+        finally:
+            for future in self._asked:  # nobody waits for what is still on its way
+                future.cancel()
 
     def _fill(self) -> None:
-        while len(self._asked) < self._width:
+        while len(self._asked) < (1 if self._total is None else self._pace.width):
             if self._again:
                 offset, size = self._again.popleft()
-            elif self._next < self._total:
-                offset, size = self._next, self._size
-                if self._total > 1:
+            elif self._total is None or self._next < self._total:
+                offset, size = self._next, self._pace.n_bytes
+                if self._total is not None:
                     size = min(size, self._total - offset)
                 self._next += size
             else:
@@ -253,10 +298,9 @@ class _Transfer:
         total = body.get("total")
         if message.kind != "chunk" or not isinstance(total, int) or len(message.frames) != 1:
             raise WeightsError(f"an answer of kind {message.kind!r} with {len(message.frames)} frames is no chunk")
-        if offset == 0 and self._got == 0:
+        if self._total is None:
             self._begin(file, total)
-            size = min(size, total)
-            self._next = size
+            size = self._next = min(size, total)
         data = memoryview(message.frames[0])
         if (body["version"], body["offset"], total) != (self._version, offset, self._total) or data.nbytes != size:
             got = f"{data.nbytes} bytes at {body['offset']} of {total} of version {body['version']}"
@@ -270,7 +314,7 @@ class _Transfer:
             return
         os.pwrite(file, data, offset)
         self._got += size
-        self._pace(time.monotonic() - asked)
+        self._pace.took(time.monotonic() - asked)
 
     def _begin(self, file: int, total: int) -> None:
         free = shutil.disk_usage(self._part.parent).free
@@ -279,11 +323,3 @@ class _Transfer:
         self._total = total
         with suppress(AttributeError):
             os.posix_fallocate(file, 0, total)
-
-    def _pace(self, took_s: float) -> None:
-        if took_s > SLOW_S:
-            self._width, self._size = max(1, self._width // 2), max(SMALLEST_BYTES, self._size // 2)
-        elif took_s < QUICK_S and self._width < WIDEST:
-            self._width += 1
-        elif took_s < QUICK_S:
-            self._size = min(LARGEST_BYTES, 2 * self._size)
