@@ -51,9 +51,9 @@ def fuzz(target: str, seconds: int, logs: Path) -> dict[str, Any]:
         "seconds": round(time.monotonic() - begin, 1),
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
         "crashes": crashes,
-        "corpus": len(list((corpus / target).glob("*"))),
+        "corpus": stats.get("corpus_units", len(list((corpus / target).glob("*")))),
         "peak_memory_mib": stats.get("peak_rss_mb", 0),
-        "slowest_input_s": stats.get("slowest_unit_time_sec", 0),
+        "slowest_input_s": stats.get("slowest_unit_time_ms", 1000 * stats.get("slowest_unit_time_sec", 0)) / 1000,
         "exit_code": os.waitstatus_to_exitcode(status),
         "load_1min": round(os.getloadavg()[0], 2),
     }

@@ -1,0 +1,166 @@
+"""Fuzzes the decoder of messages between actors: `python scripts/fuzz_frames.py [SECONDS [SEED]]` (default 60).
+
+Starts from one valid message of every kind and from hostile ones (deep nesting, huge lengths, extensions, pickles), and
+mutates bytes, lengths and whole frames. Whatever comes in, `decode` and `check` return a message that encodes again, or
+raise `WireError`; neither may take long or hold memory. Memory is bounded from outside, too: the process may not get
+more than 256 MiB beyond what it has at the start, so an allocation that trusts a length ends it. Ends with statistics
+in the words of libFuzzer; exit code 1 at the first input that does anything else, which is then printed.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import sys
+import time
+import tracemalloc
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from sao.errors import WireError
+from sao.transport.messages import SCHEMA, Message, check, decode, encode
+
+LIMIT_BYTES = 1 << 20
+ROOM_BYTES = 256 << 20
+SLOWEST_S = 0.5  # of CPU time, for inputs of at most some tens of kilobytes
+PEAK_BYTES = 32 << 20  # that Python may hold in one call
+VALUES: dict[type, Any] = {int: 7, str: "text", float: 0.5, dict: {"a": 1}, list: [1, 2], bool: True, type(None): None}
+BATCH = 1000
+
+
+def corpus() -> list[list[bytes]]:
+    """One message of each kind with all its fields, and what a hostile peer would begin with."""
+    found = []
+    for kind, fields in SCHEMA.items():
+        body = {name.rstrip("?"): VALUES[types[0]] for name, types in fields.items()}
+        for frames in ((), (b"header", b"payload" * 100)):
+            found.append(
+                [bytes(frame) for frame in encode(Message(kind, body, frames, seq=3, re=0, low=2), LIMIT_BYTES)]
+            )
+    deep: Any = 1
+    for _ in range(600):
+        deep = [deep]
+    packed = msgpack.packb({"v": 1, "kind": "hello", "seq": 1, "body": {"a": {"b": [1, {"c": "d"}]}}})
+    hostile = [
+        msgpack.packb(deep),
+        b"\x81" * 10_000,
+        b"\x91" * 10_000,
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\xc9\xff\xff\xff\xff\x01",
+        msgpack.packb(msgpack.ExtType(5, b"x" * 50)),
+        msgpack.packb(msgpack.Timestamp(1, 2)),
+        b"\x80\x04\x95cos\nsystem\n(S'true'\ntR.",
+        packed[:-1],
+        packed + packed,
+    ]
+    return [*found, *([item] for item in hostile), [], [b""]]
+
+
+def mutated(frames: list[bytes], others: list[list[bytes]], chance: random.Random) -> list[bytes]:
+    """One to six changes of a message: bits, bytes, cuts, repeats, lengths, pieces of others, frames."""
+    frames = list(frames)
+    for _ in range(chance.randint(1, 6)):
+        if not frames or chance.random() < 0.05:
+            frames.insert(chance.randint(0, len(frames)), chance.randbytes(chance.randint(0, 64)))
+            continue
+        index = 0 if chance.random() < 0.8 else chance.randrange(len(frames))
+        data = bytearray(frames[index])
+        at, how = chance.randint(0, len(data)), chance.randrange(8)
+        if how == 0 and data:
+            data[at % len(data)] ^= 1 << chance.randrange(8)
+        elif how == 1 and data:
+            data[at % len(data)] = chance.choice(
+                (0, 0x7F, 0x80, 0x90, 0xC0, 0xC1, 0xC7, 0xD4, 0xDC, 0xDD, 0xDE, 0xDF, 0xFF)
+            )
+        elif how == 2:
+            del data[at : at + chance.randint(1, 16)]
+        elif how == 3:
+            data[at:at] = chance.randbytes(chance.randint(1, 16))
+        elif how == 4:
+            data[at : at + 4] = chance.randbytes(4)
+        elif how == 5:
+            piece = data[at : at + chance.randint(1, 64)]
+            data[at:at] = piece * chance.choice((1, 2, 50))
+        elif how == 6:
+            other = chance.choice(others)
+            if other:
+                source = chance.choice(other)
+                begin = chance.randint(0, len(source))
+                data[at:at] = source[begin : begin + chance.randint(1, 64)]
+        elif chance.random() < 0.2:
+            del frames[index]
+            continue
+        frames[index] = bytes(data[:40_000])
+    return frames[:12]
+
+
+def run(frames: list[bytes]) -> bool:
+    """Whether the frames are a message. Raises `AssertionError` for one that does not encode to what it says."""
+    try:
+        message = decode(frames, LIMIT_BYTES, max_frames=8)
+    except WireError:
+        return False
+    with suppress(WireError):
+        check(message)
+    again = decode(encode(message, LIMIT_BYTES), LIMIT_BYTES)
+    same = (again.kind, again.seq, again.re, again.low, again.v) == (
+        message.kind,
+        message.seq,
+        message.re,
+        message.low,
+        message.v,
+    )
+    assert same and repr(again.body) == repr(message.body), "encodes to another message"
+    return True
+
+
+def main() -> int:
+    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 60.0
+    chance = random.Random(int(sys.argv[2]) if len(sys.argv) > 2 else time.time_ns())
+    pool = corpus()
+    first, executions, valid, slowest, peak = len(pool), 0, 0, 0.0, 0
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM_BYTES, used + ROOM_BYTES))
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        watched = executions % (20 * BATCH) == 0  # measuring memory makes it slow
+        if watched:
+            tracemalloc.start()
+        for _ in range(BATCH):
+            frames = mutated(chance.choice(pool), pool, chance)
+            executions += 1
+            try:
+                begin = time.thread_time()
+                accepted = run(frames)
+                slowest = max(slowest, time.thread_time() - begin)
+            except BaseException as error:
+                print(f"{type(error).__name__}: {error}\n{frames!r}")
+                return 1
+            if accepted:
+                valid += 1
+                if len(pool) < first + 5000:
+                    pool.append(frames)
+                else:
+                    pool[chance.randrange(first, len(pool))] = frames
+        if watched:
+            peak = max(peak, tracemalloc.get_traced_memory()[1] - tracemalloc.get_traced_memory()[0])
+            tracemalloc.stop()
+        if slowest > SLOWEST_S or peak > PEAK_BYTES:
+            print(f"an input took {slowest:.3f} s or {peak} bytes")
+            return 1
+    print(f"stat::number_of_executed_units: {executions}")
+    print(f"stat::accepted_units: {valid}")
+    print(f"stat::corpus_units: {len(pool)}")
+    print(f"stat::slowest_unit_time_ms: {1000 * slowest:.0f}")
+    print(f"stat::peak_call_bytes: {peak}")
+    print(f"stat::peak_rss_mb: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
