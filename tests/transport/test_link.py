@@ -89,3 +89,22 @@ def test_resends_slow_down() -> None:
     sender.sent(sender.number(), [b"m"], 0.0)
     times = [t / 4 for t in range(400) if list(sender.due(t / 4))]
     assert times[:5] == [1.0, 3.0, 7.0, 15.0, 23.0]
+
+
+def test_what_only_waits_for_its_turn_is_not_sent_again() -> None:
+    link = Link(resend_s=1.0)
+    for _ in range(3):
+        link.sent(link.number(), [b"wire"], 0.0)
+    link.settle(1)  # the other end works through them, slowly
+    assert list(link.due(1.5)) == []
+    link.settle(2)
+    assert list(link.due(2.6)) == []
+    assert len(list(link.due(3.7))) == 1  # since then nothing was answered
+
+
+def test_a_hole_is_sent_again_although_later_ones_are_answered() -> None:
+    link = Link(resend_s=1.0)
+    for number in range(3):
+        link.sent(link.number(), [b"%d" % number], 0.0)
+    link.settle(3)
+    assert list(link.due(1.5)) == [[b"0"], [b"1"]]

@@ -27,7 +27,7 @@ from sao.errors import ClosedError, DeadlineError, Error, TransportError, WireEr
 from sao.transport.keys import ClientKeys
 from sao.transport.link import Link
 from sao.transport.messages import Buffer, Message, check, decode, encode
-from sao.transport.sockets import connect, make_dealer
+from sao.transport.sockets import connect, make_dealer, receive, send
 from sao.transport.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -100,6 +100,7 @@ class Client:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
+        self._woken = False
         self._thread = threading.Thread(target=self._run, name=f"sao-client-{name}", daemon=True)
         self._thread.start()
 
@@ -227,7 +228,8 @@ class Client:
 
     def _wake(self) -> None:
         with self._lock:
-            if self._wake_write >= 0:
+            if self._wake_write >= 0 and not self._woken:
+                self._woken = True
                 with suppress(BlockingIOError):
                     os.write(self._wake_write, b"x")
 
@@ -257,6 +259,7 @@ class Client:
                 if self._wake_read in events:
                     with suppress(BlockingIOError):
                         os.read(self._wake_read, 4096)
+                    self._woken = False  # after the read: who comes between has left its message where it is found
                 if self._watch.socket in events:
                     self._watch.read()
                     if self._watch.fatal is not None:
@@ -295,7 +298,7 @@ class Client:
     def _transmit(self) -> None:
         while self._outbox and self._greeting is None:
             try:
-                self._socket.send_multipart(self._outbox[0], zmq.NOBLOCK, copy=False)
+                send(self._socket, self._outbox[0])
             except zmq.Again:
                 return
             self._outbox.popleft()
@@ -309,7 +312,7 @@ class Client:
         got = False
         for _ in range(256):
             try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                parts = receive(self._socket, 1 << 16)
             except zmq.Again:
                 break
             got = True
@@ -348,7 +351,7 @@ class Client:
             self._post("ping")
             return
         with suppress(zmq.Again):
-            self._socket.send_multipart(self._greeting[1], zmq.NOBLOCK, copy=False)
+            send(self._socket, self._greeting[1])
 
     def _welcomed(self, message: Message) -> None:
         """Greeted again: what is unanswered is sent once more, in order."""

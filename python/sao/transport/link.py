@@ -8,6 +8,7 @@ twice.
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -17,15 +18,19 @@ WINDOW: Final = 4096  # messages of one sender that may wait for an answer
 
 
 class Link:
-    """State of one connection. `resend_s` is the first resend delay; it doubles up to `8 * resend_s`."""
+    """State of one connection. `resend_s` is the first resend delay; it doubles up to `8 * resend_s`.
+
+    A message is not sent again while answers to earlier ones keep coming: its turn has not come yet. On a slow line, or
+    behind a busy broker, repeats would only lengthen the queue that they wait in.
+    """
 
     def __init__(self, resend_s: float) -> None:
         self._resend_s = resend_s
         self._next = 1
-        self._out: dict[int, tuple[list[Buffer], float]] = {}
-        self._due: list[tuple[float, int]] = []
-        self._answers: dict[int, list[Buffer] | None] = {}
-        self._floor = 0
+        self._out: OrderedDict[int, tuple[list[Buffer], float]] = OrderedDict()  # its first is found at once
+        self._due: list[tuple[float, int, int]] = []  # when, which, and the latest answered when that was set
+        self._answers: OrderedDict[int, list[Buffer] | None] = OrderedDict()
+        self._floor = self._answered = 0
 
     @property
     def low(self) -> int:
@@ -60,22 +65,29 @@ class Link:
         """Keeps the encoded message until it is answered."""
         if seq in self._out:
             self._out[seq] = (wire, self._resend_s)
-            heapq.heappush(self._due, (now + self._resend_s, seq))
+            heapq.heappush(self._due, (now + self._resend_s, seq, self._answered))
 
     def settle(self, seq: int) -> bool:
         """Forgets an outgoing message: it was answered or given up. False when it was not waited for."""
-        return self._out.pop(seq, None) is not None
+        if self._out.pop(seq, None) is None:
+            return False
+        self._answered = max(self._answered, seq)
+        return True
 
     def due(self, now: float) -> Iterator[list[Buffer]]:
         """Encoded messages to be sent again now."""
         while self._due and self._due[0][0] <= now:
-            _, seq = heapq.heappop(self._due)
-            if seq in self._out:
-                wire, delay = self._out[seq]
-                delay = min(2 * delay, 8 * self._resend_s)
-                self._out[seq] = (wire, delay)
-                heapq.heappush(self._due, (now + delay, seq))
-                yield wire
+            _, seq, answered = heapq.heappop(self._due)
+            if seq not in self._out:
+                continue
+            if answered < self._answered < seq:
+                heapq.heappush(self._due, (now + self._resend_s, seq, self._answered))
+                continue
+            wire, delay = self._out[seq]
+            delay = min(2 * delay, 8 * self._resend_s)
+            self._out[seq] = (wire, delay)
+            heapq.heappush(self._due, (now + delay, seq, self._answered))
+            yield wire
 
     def next_due(self) -> float | None:
         """Time of the next resend, `None` when nothing waits."""
@@ -108,8 +120,8 @@ class Link:
         """Whether a numbered message is seen for the first time. Forgets answers that the sender has received."""
         if message.low > self._floor:
             self._floor = message.low
-            for seq in [s for s in self._answers if s < self._floor]:
-                del self._answers[seq]
+            while self._answers and next(iter(self._answers)) < self._floor:  # they came in order, but for repeats
+                self._answers.popitem(last=False)
         if message.seq == 0:
             return True
         if message.seq < self._floor or message.seq in self._answers or len(self._answers) >= 2 * WINDOW:

@@ -15,7 +15,7 @@ from sao.transport.gate import Gate
 from sao.transport.keys import ServerKeys, may_join
 from sao.transport.link import Link
 from sao.transport.messages import Buffer, Message, check, decode, encode
-from sao.transport.sockets import bind_router, check_endpoint
+from sao.transport.sockets import bind_router, check_endpoint, receive, send
 
 log = logging.getLogger(__name__)
 MAX_FRAMES: Final = 8
@@ -105,7 +105,7 @@ class Mailbox:
         """
         for _ in range(at_most):
             try:
-                parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                parts = receive(self.socket, 1 + MAX_FRAMES)
             except zmq.Again:
                 return
             key = None if self._gate is None else _key_of(parts[-1])
@@ -268,7 +268,7 @@ class Mailbox:
     def _refuse(self, identity: bytes, message: Message, text: str, **more: Any) -> None:
         wire = encode(Message("error", {"text": text, **more}, re=message.seq), self._limit)
         try:
-            self.socket.send_multipart([identity, *wire], zmq.NOBLOCK)
+            send(self.socket, [identity, *wire])
         except zmq.ZMQError as error:
             log.debug("refusal not delivered to %r: %s", identity[:64], error)
 
@@ -277,7 +277,7 @@ class Mailbox:
             self._held.append((peer, wire))
             return
         try:
-            self.socket.send_multipart([peer.identity, *wire], zmq.NOBLOCK, copy=False)
+            send(self.socket, [peer.identity, *wire])
         except zmq.Again:
             log.warning("%s: queue is full, sent again later", peer.name)
         except zmq.ZMQError as error:

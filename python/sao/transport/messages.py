@@ -159,15 +159,15 @@ def decode(frames: Sequence[Buffer], max_message_bytes: int, *, max_frames: int 
     if not isinstance(header, dict):
         raise WireError(f"header: expected a map, got {type(header).__name__}")
     _check_plain(header)
-    numbers = [header.get(key, 0) for key in ("v", "seq", "re", "low")]
-    if not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
-        raise WireError(f"header: v, seq, re and low must be integers >= 0, got {numbers}")
+    v, seq, re, low = header.get("v", 0), header.get("seq", 0), header.get("re", 0), header.get("low", 0)
+    for number in (v, seq, re, low):
+        if type(number) is not int or not 0 <= number < 1 << 63:
+            raise WireError(f"header: v, seq, re and low must be integers >= 0, got {[v, seq, re, low]}")
     kind, body = header.get("kind"), header.get("body")
     if not isinstance(kind, str) or not isinstance(body, dict):
         raise WireError(
             f"header: kind must be a string and body a map, got {type(kind).__name__} and {type(body).__name__}"
         )
-    v, seq, re, low = numbers
     return Message(kind, body, tuple(frames[1:]), seq, re, low, v)
 
 
@@ -205,10 +205,15 @@ def _check_plain(value: Any) -> None:
     """Raises `WireError` for what is nested too deeply or is no plain value."""
     level = [value]
     for _ in range(MAX_DEPTH):
-        children = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
-        if any(isinstance(child, msgpack.Timestamp) for child in children):
-            raise WireError("header: extension type -1 is not permitted")
-        level = [child for child in children if isinstance(child, dict | list)]
-        if not level:
+        below: list[Any] = []
+        for item in level:
+            for child in item.values() if type(item) is dict else item:
+                kind = type(child)
+                if kind is dict or kind is list:
+                    below.append(child)
+                elif kind is msgpack.Timestamp:
+                    raise WireError("header: extension type -1 is not permitted")
+        if not below:
             return
+        level = below
     raise WireError(f"header: nested deeper than {MAX_DEPTH} levels")

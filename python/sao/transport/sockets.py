@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -17,9 +18,12 @@ import zmq
 
 from sao.errors import TransportError
 from sao.transport.keys import ClientKeys, ServerKeys
+from sao.transport.messages import Buffer
 
 IPC_PATH_LIMIT: Final = 107  # bytes of sockaddr_un.sun_path without the terminating zero
 STALLED_MS: Final = 5000  # a TCP connection whose other end acknowledges nothing for so long is made anew
+_NOW: Final = int(zmq.NOBLOCK)  # plain numbers: flags of an enum are slow to combine
+_MORE: Final = int(zmq.SNDMORE)
 HIGH_WATER: Final = 4096  # messages per peer and direction; the reliable layer above resends what does not fit
 
 
@@ -155,6 +159,28 @@ def connect(dealer: zmq.Socket[bytes], endpoint: str) -> None:
     except zmq.ZMQError as error:
         dealer.close(linger=0)
         raise TransportError(f"endpoint {endpoint!r}: cannot connect: {error.strerror}") from None
+
+
+def receive(sock: zmq.Socket[bytes], max_frames: int) -> list[zmq.Frame]:
+    """The frames of the next message, one more than `max_frames` at most; what is beyond is not kept.
+
+    Never waits. Raises `zmq.Again`.
+    """
+    frame: zmq.Frame = sock.recv(_NOW, False)
+    frames = [frame]
+    while frame.more:
+        frame = sock.recv(_NOW, False)
+        if len(frames) <= max_frames:
+            frames.append(frame)
+    return frames
+
+
+def send(sock: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
+    """Sends the frames of a message; large ones are not copied and must not change. Never waits; `zmq.ZMQError`."""
+    last = len(frames) - 1
+    for index, frame in enumerate(frames):
+        small = type(frame) is bytes and len(frame) < zmq.COPY_THRESHOLD
+        sock.send(frame, _NOW if index == last else _NOW | _MORE, small)
 
 
 def _options(sock: zmq.Socket[bytes], max_message_bytes: int) -> None:
