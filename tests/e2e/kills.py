@@ -38,6 +38,7 @@ name = "r"
 dir = {folder!r}
 seed = {seed}
 steps = {steps}
+restart_killed = false
 [model]
 path = {model!r}
 [env]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.runs import LIMIT_S, Run, write
 
+from sao._core import ledger_history
 from sao.runtime import folders
 
 METRICS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
@@ -125,13 +126,30 @@ def test_a_killed_generator_is_replaced_and_the_run_goes_on(start):
     assert run.leftovers() == []
 
 
-def test_a_killed_learner_ends_the_run_by_name(start):
-    run = start("run.steps=1000")
+def test_a_killed_learner_ends_the_run_by_name_where_it_is_not_started_again(start):
+    run = start("run.steps=1000", "run.restart_killed=false")
     run.until("step")
     run.actor("sao.learner").kill()
     assert run.wait() == 1
     assert "learner ended unexpectedly (killed by SIGKILL)" in run.output.read_text()
     assert run.leftovers() == []
+
+
+def test_a_killed_broker_and_a_killed_learner_are_started_again_and_nothing_is_lost(start):
+    run = start("run.steps=12", "learner.save_every_steps=4", "staleness.discipline='window'")
+    run.until("step", count=3)
+    run.actor("sao.broker").kill()
+    run.until("event", "broker: goes on after step")
+    before = len(run.records("step"))
+    run.until("step", count=before + 2)
+    run.actor("sao.learner").kill()
+    run.until("event", "learner ended unexpectedly (killed by SIGKILL); started again")
+    assert run.wait() == 0, run.output.read_text()
+    _, history = ledger_history(run.folder / "ledger.log")
+    assert [step["step"] for step in history] == list(range(1, 13))
+    trained = [ordinal for step in history for ordinal, _ in step["tasks"]]
+    assert sorted(trained) == list(range(8 * 12))
+    assert run.leftovers() == [] and not (run.folder / "wal").exists()
 
 
 def test_when_the_supervisor_is_killed_everything_ends_within_10_s(start):

@@ -21,7 +21,7 @@ def main() -> None:
     launch._module = lambda module, places: (sys.executable, str(ACTORS), module, *places.arguments())
     config = parse(
         {
-            "run": {"dir": str(folder.parent), "name": folder.name},
+            "run": {"dir": str(folder.parent), "name": folder.name, "restart_killed": "ends" not in scenario},
             "model": {"path": "m"},
             "env": {"name": "lookup"},
             "transport": {"shutdown_s": 1.5, "heartbeat_s": 0.2, "peer_timeout_s": 2.0},

@@ -117,7 +117,7 @@ def test_the_death_of_learner_or_broker_ends_the_run_with_its_last_words(start, 
 
 
 def test_a_killed_process_is_named_with_its_signal(start):
-    run = start("endless")
+    run = start("endless", "ends")
     run.until("step")
     run.look()
     (broker,) = [p for p in run.family if "sao.broker" in p.cmdline()]

@@ -65,8 +65,7 @@ class State:
         self._trained_before: int = ledger.counts()["trained"]
         self.next_lease, self.last_lease = 1, 0
         self.last_evaluated = -1
-        self.shown: dict[str, Any] = {}
-        """The last step as the supervisor is shown it."""
+        self.shown: dict[str, Any] = {}  # the last step, as the supervisor is told of it
         self.learner_session = ""
         self.learner_back_by: float | None = None
         """When what the learner holds is given back, unless it is heard again."""
@@ -238,10 +237,11 @@ class State:
         if not 1 <= n <= limit or n % self.groups.size:
             what = f"{n} is not in [1, learner.batch_trajectories = {limit}]"
             raise ValidationError(f"take.n: {what}, or no multiple of algorithm.group_size = {self.groups.size}")
-        ending = self.done["reason"] if self.done else self.ending
-        if ending:
+        if ending := self.done["reason"] if self.done else self.ending:
             self.wire.no_batch(key, ending)
             return
+        for number in [number for number, lease in self.leases.items() if lease.key in (None, key)]:
+            leases.give_back(self, number)  # the answer was lost with a broker or a connection
         self.takes.append(Take(key, n, now, now))
         self.progress(now)
 
@@ -344,7 +344,7 @@ class State:
         self.wire.to_supervisor("event", {"level": level, "text": text})
 
     def welcome(self) -> dict[str, Any]:
-        """What a joining peer must know at once."""
+        """What a joining peer must know."""
         return {"version": self.versions.current, "weights": self.versions.weights, "step": self.step}
 
     def permits(self) -> int:
