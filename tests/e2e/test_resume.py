@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.e2e.chaos import Chaos
 from tests.e2e.kills import RUN, Story
 from tests.e2e.runs import LIMIT_S
 
@@ -129,3 +130,10 @@ def test_when_the_last_checkpoint_cannot_be_saved_the_run_has_failed(tmp_path, t
     assert once_more.returncode == 0 and "the run is complete: step 4 of 4" in once_more.stdout
     wrong = sao(tmp_path, "train", "run.toml", "--resume", "learner.batch_trajectories=8")
     assert wrong.returncode == 2 and "contradicts the run that is resumed" in wrong.stderr
+
+
+def test_kills_stops_and_cut_links_inside_a_run_cost_nothing(tmp_path, tiny_model):
+    """A few events only; `bench/chaos.py` makes 300."""
+    chaos = Chaos(tmp_path / "chaos", tiny_model, seed=3, events=8, steps=40, every_s=0.5, step_s=0.2)
+    chaos.play(limit_s=200)
+    assert chaos.check()["events"] >= 4
