@@ -152,8 +152,8 @@ class VllmEngine:
     @property
     def broken(self) -> str | None:
         """Why this engine will never sample again, or None."""
-        if self._failure is not None:
-            return str(self._failure)
+        if self._failure is not None or self._closed:
+            return str(self._failure or "closed")
         return "its process has died" if self._llm is not None and self._llm.errored else None
 
     async def start(self, ref: WeightsRef | None = None) -> None:

@@ -47,6 +47,8 @@ class Batch:
     truncated: NDArray[np.bool_]  # [T]
     summary: NDArray[np.bool_]  # [S], whether the segment is a summary
     compactions: NDArray[np.int64]  # [T], as the generator says
+    timed_out: NDArray[np.bool_]  # [T], ended by the wall clock
+    drift: NDArray[np.int64]  # [T], calls of an agent that would have been encoded otherwise; -1: of no agent
     sampled_tokens: int  # of all trajectories, also those of summaries that are left out
     turn_rewards: tuple[NDArray[np.int64], NDArray[np.float32]] | None  # flat positions and rewards
 
@@ -149,6 +151,8 @@ def flatten(trajectories: Sequence[Trajectory], version: int, *, summaries: bool
         turn_rewards=turn_rewards,
         summary=np.array([segment.kind == "summary" for segment in segments], dtype=np.bool_),
         compactions=np.array([int(t.metadata.get("compactions") or 0) for t in trajectories], dtype=np.int64),
+        timed_out=np.array([t.termination.reason == "time_limit" for t in trajectories], dtype=np.bool_),
+        drift=np.array([int(t.metadata.get("agent_drift", -1) or 0) for t in trajectories], dtype=np.int64),
         sampled_tokens=sum(trajectory.n_actions for trajectory in trajectories),
     )
 

@@ -17,6 +17,8 @@ micro-batches and ranks, and divided once.
 | `reward/mean`, `reward/success` | over trajectories; share that reaches `env.success_reward` |
 | `rollout/tokens`, `rollout/actions`, `rollout/turns`, `rollout/segments` | means per trajectory |
 | `rollout/compactions`, `rollout/summary_tokens` | mean per trajectory; mean length of a summary of the policy |
+| `rollout/truncated`, `rollout/timed_out` | shares: ended by a limit; of these by the wall clock |
+| `rollout/drift` | mean per rollout of an agent: calls that encoding their text would have made other ids of |
 | `rollout/actions_max`, `lag/mean`, `lag/max` | longest; policy versions behind, over action tokens |
 | `tokens/action`, `tokens/trained`, `tokens/masked` | action tokens of the batch; with, without gradient |
 | `time/CAUSE_s`, `time/idle_share` | seconds by cause; share of the step spent waiting for a batch |
@@ -73,6 +75,8 @@ def describe(batch: Batch, success_reward: float) -> dict[str, float]:
         "rollout/tokens": len(mask) / count,
         "rollout/actions": actions.mean(),
         "rollout/compactions": batch.compactions.mean(),
+        "rollout/truncated": batch.truncated.mean(),
+        "rollout/timed_out": batch.timed_out.mean(),
         "rollout/actions_max": actions.max(),
         "rollout/turns": starts.sum() / count,
         "rollout/segments": len(batch.lengths) / count,
@@ -83,6 +87,8 @@ def describe(batch: Batch, success_reward: float) -> dict[str, float]:
     if batch.summary.any():
         tokens = np.bincount(batch.segment_of_token[mask], minlength=len(batch.summary))
         numbers["rollout/summary_tokens"] = tokens[batch.summary].mean()
+    if (batch.drift >= 0).any():
+        numbers["rollout/drift"] = batch.drift[batch.drift >= 0].mean()
     return {name: float(number) for name, number in numbers.items()}
 
 
