@@ -123,6 +123,7 @@ class Actor:
             now = time.monotonic()
             while self._timers and self._timers[0][0] <= now and not self._stopped:
                 heapq.heappop(self._timers)[2]()
+            self.mailbox.acknowledge()
             if self._commit is not None:
                 self._commit()
                 self.mailbox.release()

@@ -325,7 +325,10 @@ class Client:
             if message.body.get("unknown") and self._comes_back and self._joined:
                 self._greet_again()
             elif message.re:
-                self._answer(message)
+                if "more" in message.body and message.kind == "ack":
+                    self._acknowledged([message.re, *message.body["more"]])
+                else:
+                    self._answer(message)
             elif message.kind == "error":
                 self._fail(_as_error(message.body))
             elif message.kind != "pong":
@@ -369,6 +372,19 @@ class Client:
         log.info("%s: joined again", self.endpoint)
         if self._on_rejoin is not None:
             self._on_rejoin(message.body)
+
+    def _acknowledged(self, seqs: list[Any]) -> None:
+        """Many plain acknowledgements at once."""
+        if self._greeting is not None:
+            return  # of a conversation that is over
+        done = []
+        with self._lock:
+            for seq in seqs:
+                if type(seq) is int and self._link.settle(seq) and (waiter := self._waiters.pop(seq, None)):
+                    done.append(waiter[0])
+            self._lock.notify_all()
+        for future in done:
+            _complete(future, Message("ack"))
 
     def _answer(self, message: Message) -> None:
         if self._greeting is not None and message.re == self._greeting[0]:

@@ -20,6 +20,7 @@ from sao.transport.sockets import bind_router, check_endpoint, receive, send
 log = logging.getLogger(__name__)
 MAX_FRAMES: Final = 8
 GOODBYE: Final = "said goodbye"
+_ACK: Final[list[Buffer]] = []  # stands for a plain acknowledgement among the answers that are kept
 
 
 @dataclass(eq=False, slots=True)
@@ -87,6 +88,7 @@ class Mailbox:
         self._on_join, self._on_leave = on_join, on_leave
         self._limit, self._heartbeat_s, self._peer_timeout_s = max_message_bytes, heartbeat_s, peer_timeout_s
         self._held: list[tuple[Peer, list[Buffer]]] | None = None
+        self._acks: dict[Peer, list[int]] = {}
         self._beaten = time.monotonic()
         self.peers: dict[bytes, Peer] = {}
         self.bad_messages = 0
@@ -126,9 +128,15 @@ class Mailbox:
         self._transmit(peer, wire)
 
     def reply(self, request: Request, reply: Reply) -> None:
-        """Answers a request, now or later; without effect when the peer is gone."""
+        """Answers a request, now or later; without effect when the peer is gone. A plain `ack` leaves with
+        `acknowledge`.
+        """
         peer, seq = request.peer, request.message.seq
         if peer.gone or seq == 0:
+            return
+        if reply.kind == "ack" and not reply.body and not reply.frames:
+            peer.link.answered(seq, _ACK)
+            self._acks.setdefault(peer, []).append(seq)
             return
         try:
             wire = encode(Message(reply.kind, reply.body, reply.frames, re=seq), self._limit)
@@ -136,6 +144,13 @@ class Mailbox:
             wire = encode(Message("error", {"error": "WireError", "text": str(error)}, re=seq), self._limit)
         peer.link.answered(seq, wire)
         self._transmit(peer, wire)
+
+    def acknowledge(self) -> None:
+        """Sends the plain acknowledgements of this turn, those of a peer as one message. At the end of a turn."""
+        acks, self._acks = self._acks, {}
+        for peer, (first, *more) in acks.items():
+            if not peer.gone:
+                self._transmit(peer, encode(Message("ack", {"more": more} if more else {}, re=first), self._limit))
 
     def drop(self, peer: Peer, reason: str) -> None:
         """Forgets a peer. What it says from now on is answered with an error that makes it leave."""
@@ -218,7 +233,9 @@ class Mailbox:
             peer.link.settle(message.re)
         elif not peer.link.fresh(message):
             kept = peer.link.answer(message.seq)
-            if kept is not None:
+            if kept is _ACK:
+                self._acks.setdefault(peer, []).append(message.seq)
+            elif kept is not None:
                 self._transmit(peer, kept)
         elif message.kind == "ping":
             self._transmit(peer, encode(Message("pong"), self._limit))

@@ -27,7 +27,7 @@ _OPT_NUM, _OPT_MAP, _OPT_STR = (int, float, type(None)), (dict, type(None)), (st
 # kind -> {field: allowed types}; a name that ends in "?" may be absent. Fields that are not listed are passed through.
 SCHEMA: Final[dict[str, dict[str, tuple[type, ...]]]] = {
     # both ways
-    "ack": {"accepted?": _BOOL, "reason?": _STR},
+    "ack": {"accepted?": _BOOL, "reason?": _STR, "more?": _LIST},  # more: other numbers that it answers, too
     "error": {"text": _STR, "error?": _STR, "gone?": _BOOL, "unknown?": _BOOL},
     "stop": {"reason": _STR},
     "ping": {},
