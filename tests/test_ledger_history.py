@@ -1,5 +1,7 @@
 """Steps that are taken back, and what a ledger's file says was trained, from Python."""
 
+from pathlib import Path
+
 import pytest
 
 from sao._core import Ledger, ledger_history
@@ -44,3 +46,30 @@ def test_a_ledger_that_cannot_go_back_says_why(tmp_path):
         ledger_history(tmp_path / "none")
     with pytest.raises(LedgerError, match="not an integer"):
         ledger_history(tmp_path / "ledger.log", -1)
+
+
+def test_a_compacted_file_tells_what_is_left_and_refuses_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.log"
+    with Ledger(path) as ledger:
+        for step in range(1, 31):
+            ordinals = [2 * step, 2 * step + 1]
+            for ordinal in ordinals:
+                ledger.generating(ordinal, ledger.issue(ordinal))
+                ledger.ready(ordinal, 0, 10)
+            ledger.lease(ordinals, 0)
+            ledger.trained(0, step, 15, 5)
+        ledger.sync()
+        before = (ledger.counts(), ledger.tokens(), ledger_history(path, 25))
+        old, new = ledger.compact(25)
+        assert new < old / 3 and path.stat().st_size == new
+        assert (ledger.counts(), ledger.tokens(), ledger_history(path, 25)) == before
+        with pytest.raises(
+            LedgerError, match="steps up to 25 are no longer listed one by one; asked for those after 24"
+        ):
+            ledger_history(path, 24)
+        ledger.issue(62)
+        assert [step["step"] for step in ledger.rewind(28)] == [30, 29]
+        after = ledger.tokens()
+    with Ledger(path) as again:
+        assert again.tokens() == after and again.last_step == 28 and again.state(62) == "issued"
+        again.check()

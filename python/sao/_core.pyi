@@ -53,6 +53,39 @@ def pack(lengths: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int64], 
     """
 
 @final
+class StreamPacker:
+    """Packs items as they come: best fit over at most `open_bins` open bins of `capacity`, deterministic.
+
+    A bin is closed when it is full, or as the fullest when an item fits into none and no more may be opened. Items are
+    numbered from 0 as they are added. Raises `ValidationError` for a capacity or a number of bins below 1.
+    """
+
+    def __new__(cls, capacity: int, open_bins: int = 64) -> StreamPacker: ...
+    def add(self, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The bins that these items close, as `pack` gives them: (order, offsets). Raises `ValidationError` naming the
+        first length that is not in 1..capacity; nothing was added then."""
+
+    def finish(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Closes the bins that are open, oldest first."""
+
+def gather_rows(
+    arrays: Sequence[NDArray[Any]],
+    rows: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    out: NDArray[Any],
+    *,
+    fill: NDArray[Any] | None = None,
+    threads: int = 1,
+) -> None:
+    """Copies 1-D `arrays` into `out` [rows, width]: array i to row rows[i] from positions[i] on, `fill` elsewhere.
+
+    `out` may lie in pinned or shared memory (anything contiguous with the buffer protocol: NumPy over it, or a tensor's
+    `.numpy()`); nothing is allocated. All have its dtype, `fill` (of one element; default zero bytes) too. The rows are
+    shared among `threads`, without the GIL. Raises `ValidationError` naming the first array that does not fit, overlaps
+    another or has another dtype; nothing was written then.
+    """
+
+@final
 class Plan:
     """Where every segment of a learner step goes. `position` is its first token inside the row."""
 
@@ -69,6 +102,10 @@ class Plan:
         """Cost of each micro-batch, [ranks, n_micro_batches]."""
 
     @property
+    def least_cost(self) -> float:
+        """No plan's heaviest rank can cost less: the mean over the ranks, or the heaviest segment alone."""
+
+    @property
     def n_micro_batches(self) -> int: ...
     @property
     def hash(self) -> int:
@@ -82,14 +119,19 @@ def plan(
     *,
     linear_cost: float = 24576.0,
     quadratic_cost: float = 1.0,
+    lock_step_slack: float = 0.0,
 ) -> Plan:
     """Lays segments out over ranks, micro-batches and rows; deterministic.
 
     No row exceeds `row_tokens`. Every rank has the same number of micro-batches, the least that holds all rows; a rank
     may have fewer rows in one, or none at all, but no micro-batch is empty on all ranks. Rows are balanced by cost,
     linear_cost * l + quadratic_cost * l^2 per segment of l tokens (only the ratio matters; the default suits 7B
-    models). Raises `ValidationError` for no segments, for a length outside 1..row_tokens (naming index, length and
-    limit) and for parameters out of range.
+    models). Of two layouts the one is taken whose step is shorter when every micro-batch takes as long as its slowest
+    rank. Ranks that wait for one another only at the end of a step want even sums instead: `lock_step_slack` says by
+    how much of itself that time may grow for them (0.1: a tenth).
+
+    Raises `ValidationError` for no segments, for a length outside 1..row_tokens (naming index, length and limit) and
+    for parameters out of range.
     """
 
 def advantages(
@@ -125,6 +167,18 @@ class Buffer:
 
         Raises `DeadlineError`, `FullError`, `ClosedError`; `ValidationError` at once for one that can never fit.
         """
+
+    def put_trajectory(self, trajectory: Any, timeout_s: float | None = None) -> int:
+        """Checks a `sao.Trajectory` and encodes it into the buffer's memory; returns how many the policy dropped.
+
+        Raises as `put`, and `ValidationError` when a rule of the trajectory is broken.
+        """
+
+    def put_object(self, object: Any, bytes: int = 0, min_version: int = 0, timeout_s: float | None = None) -> int:
+        """Keeps a reference to any object, counted as `bytes`; returns how many the policy dropped for it."""
+
+    def drain(self, n: int, timeout_s: float | None = None) -> list[Any]:
+        """As `take`, committed at once: the objects, or (header, payload) views of what was copied in."""
 
     def take(self, n: int, timeout_s: float | None = None) -> list[Lease]:
         """Leases `n` in order of completion, all or none. Raises `DeadlineError`, `ClosedError`, `ValidationError`."""
@@ -173,6 +227,10 @@ class Lease:
     def header(self) -> View: ...
     @property
     def payload(self) -> View: ...
+    @property
+    def object(self) -> Any:
+        """What was put in by reference (header and payload are empty then), else None."""
+
     def commit(self) -> None: ...
     def give_back(self) -> None: ...
 
@@ -187,15 +245,25 @@ class Waiter:
     def put(self, header: BytesLike, payload: BytesLike, min_version: int) -> list[bytes] | None:
         """Headers of those that the policy dropped for it; None when there is no room yet. Raises as `Buffer.put`."""
 
+    def put_object(self, object: Any, min_version: int) -> list[bytes] | None:
+        """As `put`, by reference, counted as the bytes that were announced."""
+
     def close(self) -> None:
         """Leaves the queue; so does dropping it."""
 
 @final
 class View:
-    """Read-only bytes (buffer protocol, 64-byte aligned) in the buffer's memory, kept alive by whoever views them."""
+    """Read-only bytes (buffer protocol and DLPack, 64-byte aligned) in the buffer's memory, kept by whoever views them.
+
+    A view, or anything made from it without a copy, keeps its memory; it is never used for anything else meanwhile.
+    """
 
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
+    def __dlpack__(self, **options: Any) -> Any:
+        """As NumPy's of a read-only uint8 array: needs a consumer that knows read-only tensors (`max_version` 1.0)."""
+
+    def __dlpack_device__(self) -> tuple[int, int]: ...
 
 # Trajectories as bytes
 
@@ -267,6 +335,10 @@ class Ledger:
     def rewind(self, step: int) -> list[dict[str, Any]]:
         """Takes back every step after `step`, newest first, and returns them like `ledger_history`: their tasks are
         requeued, their tokens count as dropped under "rewound". Needs a file; the ledger must not be behind `step`."""
+    def compact(self, upto_step: int) -> tuple[int, int]:
+        """Replaces everything in the file up to step `upto_step` by the state that it leads to; returns its bytes
+        before and after. Later steps can still be taken back and listed, those up to it no longer. The file is replaced
+        as a whole or not at all; callers wait meanwhile (a million records: about half a second)."""
     def counts(self) -> dict[str, int]:
         """Tasks per state: requeued, issued, generating, ready, leased, trained, dropped."""
     def tokens(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """A bounded buffer of finished trajectories between threads of one process.
 
 Memory is bounded in bytes: room is reserved before a trajectory is copied in, and given back when its memory is freed.
-What goes in is copied once, encoded; what comes out are read-only views of that copy. A trajectory taken out is *held*:
+What goes in is checked and encoded into the buffer's memory; what comes out are read-only views of that copy. (With
+`by_reference` nothing is copied: the objects themselves are kept.) A trajectory taken out is *held*:
 it must be committed (it was trained) or given back (it goes back to its place), and one that is dropped without either
 is given back. Waiting calls park, keep their order and notice signals; the last resort against waiting too long is the
 deadline that each takes.
@@ -35,7 +36,8 @@ class Held:
     def __init__(self, lease: _core.Lease) -> None:
         self._lease = lease
         self._settled = False
-        self.trajectory: Trajectory = decode(lease.header, lease.payload)
+        kept = lease.object
+        self.trajectory: Trajectory = decode(lease.header, lease.payload) if kept is None else kept
 
     @property
     def sequence(self) -> int:
@@ -71,6 +73,8 @@ class TrajectoryBuffer:
         policy: what `put` does when there is no room: `block` waits, `reject` raises `FullError`, `drop_oldest` drops
             the first in order, `drop_stalest` the one with the oldest policy version. Held trajectories are never
             dropped; when nothing else is left the dropping policies wait.
+        by_reference: keep the trajectories that are put in, not copies of them, and hand out the same objects. Counted
+            as the bytes of their arrays, as long as they are in the buffer or held. They must not be changed.
 
     Raises `ValidationError` for a limit below 1 or an unknown policy.
     """
@@ -80,19 +84,21 @@ class TrajectoryBuffer:
         max_trajectories: int,
         max_bytes: int,
         policy: Literal["block", "reject", "drop_oldest", "drop_stalest"] = "block",
+        *,
+        by_reference: bool = False,
     ) -> None:
         self._core = _core.Buffer(max_trajectories, max_bytes, policy)
+        self._by_reference = by_reference
 
     def put(self, trajectory: Trajectory, timeout_s: float | None = None) -> int:
-        """Copies `trajectory` in; returns how many the policy dropped for it.
+        """Puts `trajectory` in; returns how many the policy dropped for it.
 
         Waits up to `timeout_s` seconds (None: without end) for room. Raises `DeadlineError`, `FullError` (policy
         `reject`), `ClosedError`, and at once `ValidationError` for one that can never fit.
         """
-        header, payload = encode(trajectory)
-        version = trajectory.min_version if trajectory.n_actions else 0
-        dropped = self._core.put(header, payload, min_version=version, timeout_s=timeout_s)
-        return len(dropped["headers"]) if dropped else 0
+        if not self._by_reference:
+            return self._core.put_trajectory(trajectory, timeout_s)
+        return self._core.put_object(trajectory, _array_bytes(trajectory), _oldest(trajectory), timeout_s)
 
     def take(self, n: int, timeout_s: float | None = None) -> list[Held]:
         """The next `n` trajectories, all of them or none.
@@ -106,13 +112,24 @@ class TrajectoryBuffer:
         """As `take` without waiting: an empty list when fewer than `n` are ready or others wait for theirs."""
         return [Held(lease) for lease in self._core.try_take(n)]
 
+    def drain(self, n: int, timeout_s: float | None = None) -> list[Trajectory]:
+        """As `take`, committed at once: for consumers that need not be able to give anything back."""
+        taken = self._core.drain(n, timeout_s)
+        return taken if self._by_reference else [decode(header, payload) for header, payload in taken]
+
     async def put_async(self, trajectory: Trajectory, timeout_s: float | None = None) -> int:
         """As `put`, for coroutines: the event loop goes on while it waits, and no thread waits for it."""
-        header, payload = encode(trajectory)
-        version = trajectory.min_version if trajectory.n_actions else 0
-        waiter = self._core.wait_to_put(len(header) + len(payload))
-        what = f"room for a trajectory of {len(header) + len(payload)} bytes"
-        return len(await _until(waiter, lambda: waiter.put(header, payload, version), timeout_s, what))
+        version = _oldest(trajectory)
+        if self._by_reference:
+            size = _array_bytes(trajectory)
+            waiter = self._core.wait_to_put(size)
+            attempt = lambda: waiter.put_object(trajectory, version)  # noqa: E731
+        else:
+            header, payload = encode(trajectory)
+            size = len(header) + len(payload)
+            waiter = self._core.wait_to_put(size)
+            attempt = lambda: waiter.put(header, payload, version)  # noqa: E731
+        return len(await _until(waiter, attempt, timeout_s, f"room for a trajectory of {size} bytes"))
 
     async def take_async(self, n: int, timeout_s: float | None = None) -> list[Held]:
         """As `take`, for coroutines. They stand in one queue with threads; a cancelled one leaves it."""
@@ -150,6 +167,15 @@ class TrajectoryBuffer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _array_bytes(trajectory: Trajectory) -> int:
+    columns = ("token_ids", "action_mask", "logprobs", "version_spans")
+    return sum(getattr(segment, column).nbytes for segment in trajectory.segments for column in columns)
+
+
+def _oldest(trajectory: Trajectory) -> int:
+    return trajectory.min_version if any(len(segment.version_spans) for segment in trajectory.segments) else 0
 
 
 async def _until(

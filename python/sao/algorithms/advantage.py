@@ -56,7 +56,8 @@ def advantages(
     """Advantages and critic targets of every action token; see the module for the equations.
 
     The n tokens of all segments of all trajectories lie one after another. Arguments are NumPy arrays, sequences or
-    torch tensors on the CPU; floats are taken as float32, offsets as int64.
+    torch tensors; floats are taken as float32, offsets as int64. If `values` is a tensor on another device than the CPU
+    it is computed there (`sao.algorithms.advantage_torch`), and the lambdas are a tensor too.
 
     Args:
         values: float [n], critic values; read at action tokens only, so anything may stand elsewhere.
@@ -85,6 +86,20 @@ def advantages(
         TypeError: an argument has a dtype, shape or device that cannot be taken.
     """
     as_torch = type(values).__module__.partition(".")[0] == "torch"
+    if as_torch and values.device.type != "cpu":  # type: ignore[attr-defined]
+        from sao.algorithms.advantage_torch import advantages_torch
+
+        return advantages_torch(  # type: ignore[return-value]
+            *(values, action_mask, segment_offsets, trajectory_offsets, rewards),  # type: ignore[arg-type]
+            gamma=gamma,
+            lambda_policy=lambda_policy,
+            lambda_alpha=lambda_alpha,
+            lambda_critic=lambda_critic,
+            cross_segment=cross_segment,
+            skip_observations=skip_observations,
+            bootstrap=bootstrap,
+            turn_rewards=turn_rewards,
+        )
     out, targets, lambdas = _core.advantages(
         _array("values", values, np.float32),
         _mask(action_mask),

@@ -25,7 +25,7 @@ mod waiter;
 
 use lease::{leases, Slot};
 
-pub use item::Item;
+pub use item::{Content, Item, Object};
 pub use lease::Lease;
 pub use state::{Entry, Limits, Policy, Stats};
 pub use waiter::Waiter;
@@ -68,12 +68,19 @@ struct Ticket {
     /// Trajectories for `take`, bytes for `put`.
     need: usize,
     event: Event,
+    /// A parked one was told and has not looked since: telling it again would cost a system call for nothing. Changes
+    /// under the lock only.
+    told: AtomicBool,
 }
 
 impl Ticket {
     fn tell(&self) {
         match &self.event {
-            Event::Parked(parked) => parked.notify_all(),
+            Event::Parked(parked) => {
+                if !self.told.swap(true, Ordering::Relaxed) {
+                    parked.notify_all();
+                }
+            }
             Event::Call(call) => call(),
         }
     }
@@ -299,6 +306,20 @@ impl Shared {
         }
     }
 
+    fn try_drain(&self, index: &mut Index, n: usize) -> Attempt<Vec<Arc<Item>>> {
+        self.gather(index);
+        if index.ready.len() < n {
+            return Attempt::Wait;
+        }
+        let items: Vec<_> = std::iter::from_fn(|| index.ready.pop_first())
+            .take(n)
+            .map(|(_, item)| item)
+            .collect();
+        index.committed += items.len() as u64;
+        self.budget.release_places(items.len());
+        Attempt::Done(items)
+    }
+
     fn check_put(&self, bytes: usize, min_version: i64) -> Result<()> {
         if min_version < 0 {
             return Err(invalid(format!("min_version: {min_version} is negative")));
@@ -378,13 +399,10 @@ impl Buffer {
         })
     }
 
-    /// Copies one encoded trajectory in; gives the headers of those that the policy dropped for it.
-    ///
-    /// Policies that drop wait too when everything that is left is leased.
+    /// [`Self::put_content`] of a header and a payload, both copied.
     ///
     /// # Errors
-    /// [`Error::Validation`] at once for one that can never fit; [`Error::Full`] by [`Policy::Reject`];
-    /// [`Error::Closed`]; what `pace` says. It is not stored then, but room may have been made for it.
+    /// As [`Self::put_content`].
     pub fn put(
         &self,
         header: &[u8],
@@ -392,25 +410,41 @@ impl Buffer {
         min_version: i64,
         pace: &mut dyn Pace,
     ) -> Result<Vec<Vec<u8>>> {
-        let bytes = header.len() + payload.len();
+        self.put_content(&mut Content::Copy(header, payload), min_version, pace)
+    }
+
+    /// Puts one trajectory in; gives the headers of those that the policy dropped for it.
+    ///
+    /// Policies that drop wait too when everything that is left is leased.
+    ///
+    /// # Errors
+    /// [`Error::Validation`] at once for one that can never fit; [`Error::Full`] by [`Policy::Reject`];
+    /// [`Error::Closed`]; what `pace` says. It is not stored then, but room may have been made for it.
+    pub fn put_content(
+        &self,
+        content: &mut Content<'_>,
+        min_version: i64,
+        pace: &mut dyn Pace,
+    ) -> Result<Vec<Vec<u8>>> {
+        let bytes = content.bytes();
         let shared = &self.shared;
-        if self.try_put(header, payload, min_version)? {
+        if self.try_put(content, min_version)? {
             return Ok(Vec::new());
         }
         let mut evicted = Vec::new();
         let attempt = |index: &mut Index| shared.try_room(index, bytes);
         self.enter(Side::Put, bytes, pace, &mut evicted, attempt)?;
-        Slot::new(shared.clone(), bytes).publish(header, payload, min_version)?;
+        Slot::new(shared.clone(), bytes).publish(content, min_version)?;
         Ok(evicted)
     }
 
-    /// [`Self::put`] without waiting and without dropping anything; `false` when it did not go in, which may be because
-    /// others wait for room.
+    /// [`Self::put_content`] without waiting and without dropping anything; `false` when it did not go in, which may be
+    /// because others wait for room.
     ///
     /// # Errors
-    /// [`Error::Validation`] and [`Error::Closed`] as [`Self::put`].
-    pub fn try_put(&self, header: &[u8], payload: &[u8], min_version: i64) -> Result<bool> {
-        let bytes = header.len() + payload.len();
+    /// [`Error::Validation`] and [`Error::Closed`] as [`Self::put_content`].
+    pub fn try_put(&self, content: &mut Content<'_>, min_version: i64) -> Result<bool> {
+        let bytes = content.bytes();
         let shared = &self.shared;
         shared.check_put(bytes, min_version)?;
         if shared.closed.load(Ordering::SeqCst) {
@@ -424,8 +458,42 @@ impl Buffer {
             shared.room_was_made();
             return Ok(false);
         }
-        Slot::new(shared.clone(), bytes).publish(header, payload, min_version)?;
+        Slot::new(shared.clone(), bytes).publish(content, min_version)?;
         Ok(true)
+    }
+
+    /// Takes `n` out in order of completion, all or none, and commits them at once.
+    ///
+    /// # Errors
+    /// As [`Self::take`].
+    pub fn drain(&self, n: usize, pace: &mut dyn Pace) -> Result<Vec<Arc<Item>>> {
+        let shared = &self.shared;
+        shared.check_count(n)?;
+        let attempt = |index: &mut Index| shared.try_drain(index, n);
+        self.enter(Side::Take, n, pace, &mut Vec::new(), attempt)
+    }
+
+    /// [`Self::drain`] without waiting: none when fewer than `n` are ready or others wait for theirs.
+    ///
+    /// # Errors
+    /// [`Error::Validation`] and [`Error::Closed`] as [`Self::drain`].
+    pub fn try_drain(&self, n: usize) -> Result<Option<Vec<Arc<Item>>>> {
+        let shared = &self.shared;
+        shared.check_count(n.max(1))?;
+        let mut index = shared.lock();
+        if index.closed {
+            return Err(closed());
+        }
+        if !index.takers.is_empty() {
+            return Ok(None);
+        }
+        let items = shared.try_drain(&mut index, n);
+        shared.wake(&index);
+        drop(index);
+        Ok(match items {
+            Attempt::Done(items) => Some(items),
+            _ => None,
+        })
     }
 
     /// Leases `n` trajectories in order of completion, all or none.
@@ -615,6 +683,7 @@ impl Buffer {
         let ticket = Arc::new(Ticket {
             need,
             event: parked,
+            told: AtomicBool::new(false),
         });
         let Event::Parked(condition) = &ticket.event else {
             unreachable!("it was made one line above");
@@ -626,6 +695,7 @@ impl Buffer {
             if index.closed {
                 break Err(closed());
             }
+            ticket.told.store(false, Ordering::Relaxed);
             let attempted = if index.is_first(side, &ticket) {
                 attempt(&mut index)
             } else {

@@ -1,5 +1,6 @@
 //! What happens to tasks, as the records of the ledger's file.
 
+use crate::compact::{Base, Part};
 use crate::error::{Error, Result};
 
 /// One step of the ledger.
@@ -53,6 +54,9 @@ pub(crate) enum Event {
         masked: u64,
         members: Vec<(u64, u64)>,
     },
+    /// The file begins with a picture of the state (`compact.rs`): its numbers, then its entries.
+    Base(Base),
+    Part(Part),
 }
 
 impl Event {
@@ -114,6 +118,8 @@ impl Event {
                     varint(&mut out, *attempt);
                 }
             }
+            Self::Base(base) => base.bytes(&mut out),
+            Self::Part(part) => part.bytes(&mut out),
         }
         out
     }
@@ -192,13 +198,15 @@ impl Event {
                     members,
                 }
             }
+            11 => Self::Base(Base::parse(rest)?),
+            12 => Self::Part(Part::parse(rest)?),
             _ => return None,
         };
         rest.is_empty().then_some(event)
     }
 }
 
-fn put(out: &mut Vec<u8>, tag: u8, numbers: &[u64]) {
+pub(crate) fn put(out: &mut Vec<u8>, tag: u8, numbers: &[u64]) {
     out.push(tag);
     for number in numbers {
         varint(out, *number);
@@ -210,7 +218,7 @@ fn optional(number: Option<u64>) -> u64 {
     number.map_or(0, |number| number.saturating_add(1))
 }
 
-fn varint(out: &mut Vec<u8>, mut number: u64) {
+pub(crate) fn varint(out: &mut Vec<u8>, mut number: u64) {
     while number >= 0x80 {
         out.push(number as u8 | 0x80);
         number >>= 7;
@@ -218,7 +226,7 @@ fn varint(out: &mut Vec<u8>, mut number: u64) {
     out.push(number as u8);
 }
 
-fn take(rest: &mut &[u8]) -> Option<u64> {
+pub(crate) fn take(rest: &mut &[u8]) -> Option<u64> {
     let mut number = 0u64;
     for shift in (0..64).step_by(7) {
         let (byte, tail) = rest.split_first()?;
@@ -231,6 +239,6 @@ fn take(rest: &mut &[u8]) -> Option<u64> {
     None
 }
 
-fn text(rest: &mut &[u8]) -> Option<String> {
+pub(crate) fn text(rest: &mut &[u8]) -> Option<String> {
     String::from_utf8(std::mem::take(rest).to_vec()).ok()
 }

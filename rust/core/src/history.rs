@@ -7,6 +7,7 @@
 
 use std::path::Path;
 
+use crate::compact::Part;
 use crate::error::Result;
 use crate::event::Event;
 use crate::journal::Journal;
@@ -44,14 +45,15 @@ impl History {
     /// torn tail is left out.
     ///
     /// # Errors
-    /// `Error::Ledger` when the file cannot be read or is damaged.
+    /// `Error::Ledger` when the file cannot be read, is damaged, or was compacted beyond `after`.
     pub fn read(path: &Path, after: u64) -> Result<Self> {
         let (mut state, mut found) = (State::default(), Self::default());
         Journal::scan(path, |payload| {
             let event = Event::of(payload)?;
-            found.note(&state, &event, after);
+            found.note(&state, &event, after)?;
             state.replay(&event)
         })?;
+        state.check_whole()?;
         Ok(found)
     }
 
@@ -60,8 +62,19 @@ impl History {
         self.runs.0.iter().map(|(a, b)| (*a, *b)).collect()
     }
 
-    fn note(&mut self, state: &State, event: &Event, after: u64) {
+    pub(crate) fn note(&mut self, state: &State, event: &Event, after: u64) -> Result<()> {
         match event {
+            Event::Base(base) => {
+                if let Some(last) = base.last_step.filter(|last| *last > after) {
+                    return fault(format!(
+                        "the file was compacted: steps up to {last} are no longer listed one by one; asked for those after {after}"
+                    ));
+                }
+                self.last = base.last_step;
+            }
+            Event::Part(Part::Trained(runs)) if !self.runs.append(runs) => {
+                return fault("trained tasks out of order".into());
+            }
             Event::Trained {
                 lease,
                 step,
@@ -107,6 +120,7 @@ impl History {
             }
             _ => {}
         }
+        Ok(())
     }
 }
 

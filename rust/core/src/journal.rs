@@ -1,6 +1,6 @@
 //! An append-only file of checksummed records that survives a torn tail.
 //!
-//! File: 8 bytes magic, u32 format, u32 crc32c of those 12; then records of u32 length, u32 crc32c over length and
+//! File: 8 bytes magic, u32 format (1, or 2 once it was compacted), u32 crc32c of those 12; then records of u32 length, u32 crc32c over length and
 //! payload, payload (little endian). Bytes at the end that hold no whole record are what a crash left of the last write
 //! and are cut off; a bad record with a whole one behind it is damage and refused.
 
@@ -13,7 +13,8 @@ use crate::checksum::crc32c;
 use crate::error::{Error, Result};
 
 const MAGIC: &[u8; 8] = b"SAOLEDGR";
-const FORMAT: u32 = 1;
+/// Of a file that holds every event from the beginning, and of one that begins with a picture of the state.
+const FORMATS: [u32; 2] = [1, 2];
 const HEADER_BYTES: usize = 16;
 const FRAME_BYTES: usize = 8;
 /// Longest record, bytes.
@@ -30,10 +31,10 @@ pub struct Journal {
     broken: Option<String>,
 }
 
-fn file_header() -> [u8; HEADER_BYTES] {
+fn file_header(format: u32) -> [u8; HEADER_BYTES] {
     let mut header = [0; HEADER_BYTES];
     header[..8].copy_from_slice(MAGIC);
-    header[8..12].copy_from_slice(&FORMAT.to_le_bytes());
+    header[8..12].copy_from_slice(&format.to_le_bytes());
     let crc = crc32c(&[&header[..12]]);
     header[12..].copy_from_slice(&crc.to_le_bytes());
     header
@@ -58,12 +59,26 @@ fn record(data: &[u8], at: usize) -> Option<&[u8]> {
     (crc == number(&frame[4..])).then_some(payload)
 }
 
+fn frame(out: &mut Vec<u8>, payload: &[u8]) {
+    let length = (payload.len() as u32).to_le_bytes();
+    let crc = crc32c(&[&length, payload]);
+    out.extend_from_slice(&length);
+    out.extend_from_slice(&crc.to_le_bytes());
+    out.extend_from_slice(payload);
+}
+
 impl Journal {
-    /// Opens or creates the file and hands every whole record, in order, to `replay`.
+    /// Opens or creates the file and hands every whole record, in order, to `replay`, then asks `whole`.
     ///
     /// # Errors
-    /// `Error::Ledger` that names the file and, for damage or a record that `replay` refuses, the byte offset.
-    pub fn open(path: &Path, mut replay: impl FnMut(&[u8]) -> Result<()>) -> Result<Self> {
+    /// `Error::Ledger` that names the file and, for damage or a record that `replay` refuses, the byte offset; or what
+    /// `whole` says. The file is left as it is then.
+    pub fn open<S>(
+        path: &Path,
+        state: &mut S,
+        replay: impl Fn(&mut S, &[u8]) -> Result<()>,
+        whole: impl FnOnce(&S) -> Result<()>,
+    ) -> Result<Self> {
         let failed = |what: &str, error: &std::io::Error| {
             Error::Ledger(format!("{}: {what}: {error}", path.display()))
         };
@@ -74,8 +89,9 @@ impl Journal {
             .truncate(false)
             .open(path)
             .map_err(|e| failed("cannot be opened", &e))?;
-        let keep = Self::scan(path, &mut replay)?;
-        let header = file_header();
+        let keep = Self::scan(path, |payload| replay(state, payload))?;
+        whole(state).map_err(|error| Error::Ledger(format!("{}: {error}", path.display())))?;
+        let header = file_header(FORMATS[0]);
         let prepared = (|| {
             file.set_len(keep as u64)?;
             file.seek(SeekFrom::End(0))?;
@@ -101,14 +117,21 @@ impl Journal {
     pub fn scan(path: &Path, mut replay: impl FnMut(&[u8]) -> Result<()>) -> Result<usize> {
         let data = std::fs::read(path)
             .map_err(|e| Error::Ledger(format!("{}: cannot be read: {e}", path.display())))?;
-        let header = file_header();
-        if data.len() < HEADER_BYTES && header.starts_with(&data) {
+        let headers = FORMATS.map(file_header);
+        if data.len() < HEADER_BYTES && headers[0].starts_with(&data) {
             Ok(0)
-        } else if data.starts_with(&header) {
-            Self::replay_all(path, &data, &mut replay)
+        } else if let Some(format) = headers.iter().position(|header| data.starts_with(header)) {
+            let end = Self::replay_all(path, &data, &mut replay)?;
+            if format == 1 && end == HEADER_BYTES {
+                return Err(Error::Ledger(format!(
+                    "{}: cut short: the picture of the state at its beginning is missing",
+                    path.display()
+                )));
+            }
+            Ok(end)
         } else {
             Err(Error::Ledger(format!(
-                "{}: not a ledger file of format {FORMAT}",
+                "{}: not a ledger file of format 1 or 2",
                 path.display()
             )))
         }
@@ -145,11 +168,7 @@ impl Journal {
     /// `Error::Ledger` when the record is too long or the file could not be written, now or before.
     pub fn append(&mut self, payload: &[u8]) -> Result<()> {
         self.ready()?;
-        let length = (payload.len() as u32).to_le_bytes();
-        let crc = crc32c(&[&length, payload]);
-        self.pending.extend_from_slice(&length);
-        self.pending.extend_from_slice(&crc.to_le_bytes());
-        self.pending.extend_from_slice(payload);
+        frame(&mut self.pending, payload);
         if self.pending.len() >= BATCH_BYTES {
             self.flush()?;
         }
@@ -181,6 +200,56 @@ impl Journal {
         }
         self.pending.clear();
         Ok(())
+    }
+
+    /// Replaces the file by one of these records, whole or not at all; returns its bytes. Everything must be flushed.
+    ///
+    /// # Errors
+    /// `Error::Ledger` when the new file cannot be written; the old one is then still in place and in use.
+    pub fn replace(&mut self, records: impl Iterator<Item = Vec<u8>>) -> Result<u64> {
+        self.ready()?;
+        let mut beside = self.path.clone().into_os_string();
+        beside.push(".compacting");
+        let beside = PathBuf::from(beside);
+        let write = || {
+            let mut file = OpenOptions::new()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(true)
+                .open(&beside)?;
+            let mut out = file_header(FORMATS[1]).to_vec();
+            for record in records {
+                frame(&mut out, &record);
+                if out.len() >= BATCH_BYTES {
+                    file.write_all(&out)?;
+                    out.clear();
+                }
+            }
+            file.write_all(&out)?;
+            file.sync_all()?;
+            std::fs::rename(&beside, &self.path)?;
+            let bytes = file.stream_position()?;
+            Ok((file, bytes))
+        };
+        let (file, bytes) = write().map_err(|error: std::io::Error| {
+            let text = format!("{}: cannot be compacted: {error}", self.path.display());
+            Error::Ledger(text)
+        })?;
+        self.file = Arc::new(file);
+        // Until the folder is on disk a crash of the machine may bring the old file back, without what follows.
+        let folder = self.path.parent().filter(|p| !p.as_os_str().is_empty());
+        let synced =
+            File::open(folder.unwrap_or(Path::new("."))).and_then(|folder| folder.sync_all());
+        if let Err(error) = synced {
+            let text = format!(
+                "{}: its folder cannot be synced: {error}",
+                self.path.display()
+            );
+            self.broken = Some(text.clone());
+            return Err(Error::Ledger(text));
+        }
+        Ok(bytes)
     }
 
     /// Where the file is.

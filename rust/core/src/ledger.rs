@@ -17,7 +17,7 @@ pub const MAX_REASONS: usize = 256;
 pub const MAX_REASON_BYTES: usize = 128;
 
 /// Where an unfinished task is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd)]
 pub enum Phase {
     /// To be issued again.
     Requeued,
@@ -53,7 +53,7 @@ impl Phase {
     }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, PartialOrd)]
 pub(crate) struct Task {
     pub(crate) attempt: u64,
     pub(crate) phase: Phase,
@@ -140,9 +140,11 @@ pub(crate) struct State {
     pub(crate) leases: HashMap<u64, Vec<u64>>,
     pub(crate) tokens: Tokens,
     pub(crate) trained: u64,
-    dropped: u64,
-    next_ordinal: u64,
+    pub(crate) dropped: u64,
+    pub(crate) next_ordinal: u64,
     pub(crate) last_step: Option<u64>,
+    /// Records of the picture at the beginning of the file that are still to come.
+    pub(crate) parts_due: u64,
 }
 
 pub(crate) fn fault<T>(text: String) -> Result<T> {
@@ -260,6 +262,9 @@ impl State {
 
     /// Checks the whole event, then changes the state; `false` = late or twice, nothing changed.
     pub(crate) fn apply(&mut self, event: &Event) -> Result<bool> {
+        if !matches!(event, Event::Part(_)) {
+            self.check_whole()?;
+        }
         match event {
             Event::Issue { ordinal } => self.issue(*ordinal),
             Event::Generating { ordinal, attempt } => self.generating(*ordinal, *attempt),
@@ -301,6 +306,8 @@ impl State {
                 masked,
                 members,
             } => self.take_back(*step, *before, *trained, *masked, members),
+            Event::Base(base) => self.restore(base),
+            Event::Part(part) => self.restore_part(part),
         }
     }
 
@@ -499,9 +506,12 @@ impl Ledger {
         let mut state = State::default();
         let journal = match path {
             None => None,
-            Some(path) => Some(Journal::open(path, |payload| {
-                state.replay(&Event::of(payload)?)
-            })?),
+            Some(path) => Some(Journal::open(
+                path,
+                &mut state,
+                |state, payload| state.replay(&Event::of(payload)?),
+                State::check_whole,
+            )?),
         };
         Ok(Self { state, journal })
     }

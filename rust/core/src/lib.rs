@@ -2,13 +2,16 @@
 #![deny(unsafe_code)] // allowed in `cpu` and `ring`
 
 pub mod advantage;
+mod balance;
 mod binpack;
 mod budget;
 pub mod buffer;
 mod checksum;
+mod compact;
 mod cpu;
 pub mod error;
 mod event;
+pub mod gather;
 pub mod history;
 mod index;
 pub mod journal;
@@ -17,6 +20,7 @@ pub mod pack;
 mod pool;
 mod ring;
 pub mod staleness;
+pub mod stream;
 mod sync;
 pub mod trajectory;
 pub mod wait;

@@ -1,5 +1,6 @@
 //! Packing of ragged segments into rows, and the plan of a learner step over ranks and micro-batches.
 
+use crate::balance::{balance, least};
 use crate::binpack::{best_fit_decreasing, longest_first};
 use crate::{Error, Result};
 
@@ -23,6 +24,18 @@ impl Bins {
         &self.order[self.offsets[index] as usize..self.offsets[index + 1] as usize]
     }
 
+    pub(crate) fn none() -> Self {
+        Self {
+            order: Vec::new(),
+            offsets: vec![0],
+        }
+    }
+
+    pub(crate) fn push(&mut self, items: &[i64]) {
+        self.order.extend_from_slice(items);
+        self.offsets.push(self.order.len() as i64);
+    }
+
     fn from_assignment(bin_of: &[u32], bins: usize) -> Self {
         // Counting sort: stable, so items stay in ascending index inside a bin.
         let mut offsets = vec![0i64; bins + 1];
@@ -42,7 +55,7 @@ impl Bins {
     }
 }
 
-fn invalid(text: String) -> Error {
+pub(crate) fn invalid(text: String) -> Error {
     Error::Validation(text)
 }
 
@@ -95,10 +108,12 @@ pub struct Layout {
     pub linear_cost: f64,
     /// Cost of a pair of tokens in attention; a segment costs `linear * n + quadratic * n * n`.
     pub quadratic_cost: f64,
+    /// By how much of itself the time in lock step may grow so that the sums of the ranks become even.
+    pub lock_step_slack: f64,
 }
 
 impl Layout {
-    fn cost(&self, length: i64) -> f64 {
+    pub(crate) fn cost(&self, length: i64) -> f64 {
         let n = length as f64;
         self.linear_cost * n + self.quadratic_cost * n * n
     }
@@ -123,6 +138,8 @@ pub struct Plan {
     pub n_micro_batches: usize,
     /// Cost of each micro-batch, `[rank * n_micro_batches + micro_batch]`.
     pub costs: Vec<f64>,
+    /// No plan's heaviest rank costs less: the mean over the ranks, or the heaviest segment alone.
+    pub least_cost: f64,
     /// Hash of the input and of everything above; equal on two ranks only if their plans are.
     pub hash: u64,
 }
@@ -132,7 +149,7 @@ pub struct Plan {
 /// Every rank gets the same number of micro-batches, so that no rank waits in a collective the others never enter. Two
 /// layouts are tried: the rows of [`pack`] dealt by falling cost, and rows filled for the whole micro-batch at once, each
 /// segment to the cheapest row that has room. Fewer micro-batches win, then the shorter time when every micro-batch
-/// takes as long as its slowest rank. A rank may have fewer rows in its last micro-batch, or none at all; no micro-batch
+/// takes as long as its slowest rank; of that one the sums over the ranks are then evened out. A rank may have fewer rows in its last micro-batch, or none at all; no micro-batch
 /// is empty on all ranks.
 ///
 /// # Errors
@@ -146,26 +163,28 @@ pub fn plan(lengths: &[i64], layout: &Layout) -> Result<Plan> {
         ));
     }
     let costs: Vec<f64> = lengths.iter().map(|&length| layout.cost(length)).collect();
+    let mut plan = laid_out(lengths, &costs, layout)?;
+    balance(&mut plan, lengths, &costs, layout);
+    plan.least_cost = least(&costs, layout.ranks);
+    plan.hash = hash(lengths, layout, &plan);
+    Ok(plan)
+}
+
+/// The better of the two layouts, before its ranks are evened out.
+pub(crate) fn laid_out(lengths: &[i64], costs: &[f64], layout: &Layout) -> Result<Plan> {
     let dealt = deal(
-        &by_falling_cost(pack(lengths, layout.row_tokens)?, &costs, layout),
+        &by_falling_cost(pack(lengths, layout.row_tokens)?, costs, layout),
         lengths,
-        &costs,
+        costs,
         layout,
     );
-    let filled = deal(
-        &fill_steps(lengths, &costs, layout),
-        lengths,
-        &costs,
-        layout,
-    );
+    let filled = deal(&fill_steps(lengths, costs, layout), lengths, costs, layout);
     let rank = |plan: &Plan| (plan.n_micro_batches, lock_step(plan, layout));
-    let mut plan = if rank(&filled) < rank(&dealt) {
+    Ok(if rank(&filled) < rank(&dealt) {
         filled
     } else {
         dealt
-    };
-    plan.hash = hash(lengths, layout, &plan);
-    Ok(plan)
+    })
 }
 
 /// Rows of a step, one after another; a step is a micro-batch of all ranks.
@@ -243,6 +262,7 @@ fn deal(rows: &Steps, lengths: &[i64], costs: &[f64], layout: &Layout) -> Plan {
         position: vec![0; n],
         n_micro_batches,
         costs: vec![0.0; layout.ranks * n_micro_batches],
+        least_cost: 0.0,
         hash: 0,
     };
     let mut load = vec![0.0f64; layout.ranks];
@@ -280,7 +300,7 @@ fn deal(rows: &Steps, lengths: &[i64], costs: &[f64], layout: &Layout) -> Plan {
 }
 
 /// Time of the step when each micro-batch takes as long as its slowest rank.
-fn lock_step(plan: &Plan, layout: &Layout) -> f64 {
+pub(crate) fn lock_step(plan: &Plan, layout: &Layout) -> f64 {
     let slowest = |step: usize| {
         (0..layout.ranks)
             .map(|rank| plan.costs[rank * plan.n_micro_batches + step])
@@ -317,6 +337,7 @@ fn check_layout(layout: &Layout) -> Result<()> {
     for (name, value) in [
         ("linear_cost", layout.linear_cost),
         ("quadratic_cost", layout.quadratic_cost),
+        ("lock_step_slack", layout.lock_step_slack),
     ] {
         if !value.is_finite() || value < 0.0 {
             return parameter(name, value, "finite and not negative");

@@ -336,17 +336,20 @@ wide! {
 
 /// No branch and nothing that depends on the step before inside a block, so it runs in wide registers.
 #[allow(clippy::inline_always)] // compiled anew for each kind of CPU
-#[allow(clippy::manual_range_contains, clippy::needless_bitwise_bool)] // those would branch
 #[inline(always)]
 fn all_ok_body<const FMA: bool>(ids: &[u8], logprobs: &[u8], mask: &[u8]) -> bool {
-    const LANES: usize = 32;
+    const LANES: usize = 64;
+    const INFINITY: i32 = 0x7f80_0000;
     let (ids, logprobs) = (ids.as_chunks::<4>().0, logprobs.as_chunks::<4>().0);
-    let (mut wrong, mut flags) = ([false; LANES], [0u8; LANES]);
+    let (mut wrong, mut flags) = ([0i32; LANES], [0u8; LANES]);
+    // On the bits, in which everything that is wrong shows in the sign: `apart` is below 0 for a finite number where
+    // the token is sampled and for NaN where it is context, `below` for a number that is not positive.
     let mut check = |lane: usize, id: [u8; 4], logprob: [u8; 4], flag: u8| {
-        let (id, logprob) = (i32::from_le_bytes(id), f32::from_le_bytes(logprob));
-        let sampled = (logprob <= 0.0) & (logprob >= f32::MIN);
-        let right = if flag == 0 { logprob.is_nan() } else { sampled };
-        wrong[lane] |= !right | (id < 0);
+        let (id, bits) = (i32::from_le_bytes(id), i32::from_le_bytes(logprob));
+        let context = i32::from(flag).wrapping_sub(1); // -1, and 0 for a sampled token
+        let apart = ((bits & i32::MAX) - INFINITY).wrapping_add(context) ^ context;
+        let below = bits | bits.wrapping_sub(1) | context;
+        wrong[lane] |= !(apart & below) | id;
         flags[lane] |= flag;
     };
     let (id_blocks, id_rest) = ids.as_chunks::<LANES>();
@@ -360,7 +363,7 @@ fn all_ok_body<const FMA: bool>(ids: &[u8], logprobs: &[u8], mask: &[u8]) -> boo
     for (lane, ((id, logprob), flag)) in id_rest.iter().zip(log_rest).zip(mask_rest).enumerate() {
         check(lane, *id, *logprob, *flag);
     }
-    !wrong.contains(&true) && flags.iter().all(|flag| *flag <= 1)
+    wrong.iter().all(|wrong| *wrong >= 0) && flags.iter().all(|flag| *flag <= 1)
 }
 
 #[allow(clippy::inline_always)] // compiled anew for each kind of CPU

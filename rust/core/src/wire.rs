@@ -144,8 +144,27 @@ pub fn encode_into(
     places: &[Place],
     payload: &mut [u8],
 ) -> Result<Vec<u8>> {
+    let (header, _) = header(trajectory, places, payload.len())?;
+    fill(trajectory, places, payload);
+    Ok(header)
+}
+
+/// Checks everything and gives the header alone, and what it counts; `fill` writes the payload that belongs to it.
+///
+/// # Errors
+/// As `encode`.
+pub fn header(
+    trajectory: &Trajectory,
+    places: &[Place],
+    payload_bytes: usize,
+) -> Result<(Vec<u8>, Counts)> {
     let counts = trajectory.check()?;
-    let header = write_header(trajectory, counts, places, payload.len())?;
+    let header = write_header(trajectory, counts, places, payload_bytes)?;
+    Ok((header, counts))
+}
+
+/// Writes every byte of the payload of a trajectory; its length and `places` are those that `layout` gave.
+pub fn fill(trajectory: &Trajectory, places: &[Place], payload: &mut [u8]) {
     let mut end = 0;
     for (segment, place) in trajectory.segments.iter().zip(places) {
         for (offset, array) in place.offsets.into_iter().zip(arrays(segment)) {
@@ -154,7 +173,6 @@ pub fn encode_into(
             payload[offset..end].copy_from_slice(array);
         }
     }
-    Ok(header)
 }
 
 fn arrays<'a>(segment: &Segment<'a>) -> [&'a [u8]; 3] {

@@ -21,21 +21,24 @@ pub fn array<'py, T: Element>(
     let Ok(untyped) = object.cast::<PyUntypedArray>() else {
         return Err(wrong(object.get_type().name()?.to_string()));
     };
-    let layout = if untyped.is_c_contiguous() {
-        "contiguous"
-    } else {
-        "strided"
+    // Only for an error: naming a dtype runs Python code.
+    let got = || {
+        let layout = if untyped.is_c_contiguous() {
+            "contiguous"
+        } else {
+            "strided"
+        };
+        format!(
+            "a {layout} {}-D array of {}",
+            untyped.ndim(),
+            untyped.dtype()
+        )
     };
-    let got = format!(
-        "a {layout} {}-D array of {}",
-        untyped.ndim(),
-        untyped.dtype()
-    );
     match object.cast::<PyArray1<T>>() {
         Ok(typed) if typed.is_c_contiguous() && typed.dtype().is_equiv_to(&wanted) => typed
             .try_readonly()
             .map_err(|_| wrong("one that is being written to".into())),
-        _ => Err(wrong(got)),
+        _ => Err(wrong(got())),
     }
 }
 

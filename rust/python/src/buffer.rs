@@ -13,10 +13,12 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 use rustix::event::{eventfd, EventfdFlags};
-use sao_core::buffer::{self, Item, Limits};
+use sao_core::buffer::{self, Content, Item, Limits};
+use sao_core::wire as format;
 
 use crate::error::{guard, to_py, validation};
 use crate::pace::{blocking, check_timeout};
+use crate::wire;
 
 /// Up to this size a `put` that need not wait keeps the GIL.
 const COPY_WITH_GIL_BYTES: usize = 1 << 20;
@@ -65,16 +67,9 @@ impl Buffer {
             Source::new("payload", payload)?,
         );
         let (header, payload) = (header.bytes(), payload.bytes());
-        check_timeout(timeout_s)?;
-        // Giving the GIL up may cost its switch interval to come back, thousands of times what the copy takes.
-        if header.len() + payload.len() <= COPY_WITH_GIL_BYTES
-            && guard(|| self.buffer.try_put(header, payload, min_version))?
-        {
-            return Ok(None);
-        }
-        let dropped = blocking(py, timeout_s, |pace| {
-            self.buffer.put(header, payload, min_version, pace)
-        })?;
+        let size = header.len() + payload.len();
+        let content = Content::Copy(header, payload);
+        let dropped = self.store(py, content, size, min_version, timeout_s)?;
         if dropped.is_empty() {
             return Ok(None);
         }
@@ -82,6 +77,85 @@ impl Buffer {
         result.set_item("reason", self.policy.name())?;
         result.set_item("headers", headers(py, &dropped)?)?;
         Ok(Some(result))
+    }
+
+    /// Checks a `sao.Trajectory` and encodes it into the buffer's memory; gives how many the policy dropped for it.
+    #[pyo3(signature = (trajectory, timeout_s=None))]
+    fn put_trajectory(
+        &self,
+        py: Python<'_>,
+        trajectory: &Bound<'_, PyAny>,
+        timeout_s: Option<f64>,
+    ) -> PyResult<usize> {
+        let segments = wire::segments(trajectory)?;
+        let view = wire::extract(trajectory, &segments)?;
+        let lengths = view.segments.iter().map(|s| s.action_mask.len());
+        let (places, length) = guard(|| format::layout(lengths))?;
+        let check = || guard(|| format::header(&view, &places, length));
+        let frozen = wire::frozen(&segments);
+        let (header, counts) = if frozen && length > COPY_WITH_GIL_BYTES {
+            py.detach(check)?
+        } else {
+            check()?
+        };
+        let min_version = counts.min_version.unwrap_or(0);
+        let size = header.len() + length;
+        let write = |out: &mut [u8]| format::fill(&view, &places, out);
+        let dropped = if frozen {
+            let content = Content::Write(&header, length, &write);
+            self.store(py, content, size, min_version, timeout_s)?
+        } else {
+            // Somebody may write to the arrays while this waits for room: what was checked is what goes in.
+            let mut payload = vec![0; length];
+            write(&mut payload);
+            let content = Content::Copy(&header, &payload);
+            self.store(py, content, size, min_version, timeout_s)?
+        };
+        Ok(dropped.len())
+    }
+
+    /// Keeps a reference to any object, counted as `bytes`; gives how many the policy dropped for it.
+    #[pyo3(signature = (object, bytes=0, min_version=0, timeout_s=None))]
+    fn put_object(
+        &self,
+        py: Python<'_>,
+        object: Py<PyAny>,
+        bytes: usize,
+        min_version: i64,
+        timeout_s: Option<f64>,
+    ) -> PyResult<usize> {
+        let content = Content::Object(Some(Box::new(object)), bytes);
+        let dropped = self.store(py, content, 0, min_version, timeout_s)?;
+        Ok(dropped.len())
+    }
+
+    /// Takes `n` and commits them at once: the objects, or (header, payload) of what was copied in.
+    #[pyo3(signature = (n, timeout_s=None))]
+    fn drain<'py>(
+        &self,
+        py: Python<'py>,
+        n: i64,
+        timeout_s: Option<f64>,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let n = count(n)?;
+        check_timeout(timeout_s)?;
+        let ready = if (1..=TAKE_WITH_GIL).contains(&n) {
+            guard(|| self.buffer.try_drain(n))?
+        } else {
+            None
+        };
+        let items = match ready {
+            Some(items) => items,
+            None => blocking(py, timeout_s, |pace| self.buffer.drain(n, pace))?,
+        };
+        let list = PyList::empty(py);
+        for item in items {
+            match object(&item) {
+                Some(object) => list.append(object.bind(py))?,
+                None => list.append((View::header(&item), View::payload(item)))?,
+            }
+        }
+        Ok(list)
     }
 
     #[pyo3(signature = (n, timeout_s=None))]
@@ -186,6 +260,33 @@ impl Buffer {
     }
 }
 
+impl Buffer {
+    /// Puts `content` in, of which `size` bytes are to be copied; gives the headers of those dropped for it.
+    fn store(
+        &self,
+        py: Python<'_>,
+        mut content: Content<'_>,
+        size: usize,
+        min_version: i64,
+        timeout_s: Option<f64>,
+    ) -> PyResult<Vec<Vec<u8>>> {
+        check_timeout(timeout_s)?;
+        // Giving the GIL up may cost its switch interval to come back, thousands of times what the copy takes.
+        if size <= COPY_WITH_GIL_BYTES && guard(|| self.buffer.try_put(&mut content, min_version))?
+        {
+            return Ok(Vec::new());
+        }
+        blocking(py, timeout_s, |pace| {
+            self.buffer.put_content(&mut content, min_version, pace)
+        })
+    }
+}
+
+/// What is kept by reference.
+fn object(item: &Item) -> Option<&Py<PyAny>> {
+    item.object()?.downcast_ref()
+}
+
 fn count(n: i64) -> PyResult<usize> {
     usize::try_from(n).map_err(|_| validation(format!("n: {n} is negative")))
 }
@@ -254,8 +355,20 @@ impl Waiter {
             Source::new("payload", payload)?,
         );
         let (header, payload) = (header.bytes(), payload.bytes());
-        let put = |waiter: &buffer::Waiter| waiter.put(header, payload, min_version);
+        let put =
+            |waiter: &buffer::Waiter| waiter.put(&mut Content::Copy(header, payload), min_version);
         let dropped = py.detach(|| self.with(put))?;
+        dropped.map(|dropped| headers(py, &dropped)).transpose()
+    }
+
+    fn put_object<'py>(
+        &self,
+        py: Python<'py>,
+        object: Py<PyAny>,
+        min_version: i64,
+    ) -> PyResult<Option<Bound<'py, PyList>>> {
+        let mut content = Content::Object(Some(Box::new(object)), 0);
+        let dropped = py.detach(|| self.with(|waiter| waiter.put(&mut content, min_version)))?;
         dropped.map(|dropped| headers(py, &dropped)).transpose()
     }
 
@@ -353,6 +466,16 @@ impl Lease {
         self.view(Part::Payload)
     }
 
+    /// What was put in by reference, else none.
+    #[getter]
+    fn object(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
+        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        match open.as_ref().and_then(buffer::Lease::item) {
+            Some(item) => Ok(object(item).map(|object| object.clone_ref(py))),
+            None => Err(to_py(settled())),
+        }
+    }
+
     fn commit(&self) -> PyResult<()> {
         self.settle(buffer::Lease::commit)
     }
@@ -375,6 +498,26 @@ struct View {
 }
 
 impl View {
+    fn header(item: &Arc<Item>) -> Self {
+        Self {
+            item: item.clone(),
+            part: Part::Header,
+        }
+    }
+
+    fn payload(item: Arc<Item>) -> Self {
+        Self {
+            item,
+            part: Part::Payload,
+        }
+    }
+
+    /// As a read-only array of uint8 whose base is this view.
+    fn array<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        let numpy = slf.py().import("numpy")?;
+        numpy.call_method1("frombuffer", (slf, "uint8"))
+    }
+
     fn bytes(&self) -> &[u8] {
         match self.part {
             Part::Header => self.item.header(),
@@ -387,6 +530,19 @@ impl View {
 impl View {
     fn __len__(&self) -> usize {
         self.bytes().len()
+    }
+
+    /// The bytes as a `DLPack` capsule that owns this view: `NumPy` makes it, over the same memory.
+    #[pyo3(signature = (**options))]
+    fn __dlpack__<'py>(
+        slf: &Bound<'py, Self>,
+        options: Option<&Bound<'py, PyDict>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        Self::array(slf)?.call_method("__dlpack__", (), options)
+    }
+
+    fn __dlpack_device__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        Self::array(slf)?.call_method0("__dlpack_device__")
     }
 
     /// # Safety

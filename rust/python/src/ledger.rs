@@ -162,6 +162,10 @@ impl Ledger {
         back.iter().map(|step| described(py, step)).collect()
     }
 
+    fn compact(&self, py: Python<'_>, upto_step: Natural) -> PyResult<(u64, u64)> {
+        py.detach(|| self.with(|ledger| ledger.compact(upto_step.0)))
+    }
+
     fn counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let counts = self.with(|ledger| Ok(ledger.counts()))?;
         let out = PyDict::new(py);

@@ -7,6 +7,7 @@ mod advantage;
 mod array;
 mod buffer;
 mod error;
+mod gather;
 mod ledger;
 mod objects;
 mod pace;
@@ -22,6 +23,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     buffer::register(m)?;
     staleness::register(m)?;
     pack::register(m)?;
+    gather::register(m)?;
     advantage::register(m)?;
     Ok(())
 }

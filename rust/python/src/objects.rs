@@ -3,7 +3,8 @@
 //! The objects are made without their `__post_init__`, which would check again what the decoder has just checked.
 
 use numpy::ndarray::ArrayView1;
-use numpy::{Element, PyArray1, PyArrayMethods};
+use numpy::npyffi::NPY_ARRAY_WRITEABLE;
+use numpy::{Element, PyArray, PyArray1, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -12,8 +13,6 @@ use pyo3::types::{PyBytes, PyDict, PyMemoryView, PyString, PyTuple, PyType};
 use sao_core::trajectory::{Meta, Segment, SegmentKind, Span, TerminationKind, Trajectory};
 
 struct Classes {
-    /// `object.__new__`
-    make: Py<PyAny>,
     segment: Py<PyType>,
     trajectory: Py<PyType>,
     termination: Py<PyType>,
@@ -30,11 +29,6 @@ fn classes(py: Python<'_>) -> PyResult<&'static Classes> {
         };
         let termination = class("Termination")?;
         Ok(Classes {
-            make: py
-                .import("builtins")?
-                .getattr("object")?
-                .getattr("__new__")?
-                .unbind(),
             segment: class("Segment")?,
             trajectory: class("Trajectory")?,
             finished: termination.bind(py).call1(("finished",))?.unbind(),
@@ -77,8 +71,25 @@ fn view<'py, T: Element>(
     } else {
         PyArray1::from_iter(owner.py(), bytes.chunks_exact(size).map(element))
     };
-    array.readwrite().make_nonwriteable();
+    read_only(&array);
     array.into_any()
+}
+
+/// Forbids writing to an array that nobody else has seen yet.
+fn read_only<T, D>(array: &Bound<'_, PyArray<T, D>>) {
+    // SAFETY: a new array, so nobody relies on its flags; the GIL is held.
+    unsafe { (*array.as_array_ptr()).flags &= !NPY_ARRAY_WRITEABLE };
+}
+
+/// An instance without any attribute, as `object.__new__` makes it.
+fn blank<'py>(class: &Bound<'py, PyType>) -> PyResult<Bound<'py, PyAny>> {
+    // SAFETY: the type is one of ours, a plain class with slots; the call gives a new reference or null and an error.
+    unsafe {
+        Bound::from_owned_ptr_or_err(
+            class.py(),
+            ffi::PyType_GenericAlloc(class.as_ptr().cast(), 0),
+        )
+    }
 }
 
 fn spans<'py>(py: Python<'py>, spans: &[Span]) -> PyResult<Bound<'py, PyAny>> {
@@ -86,7 +97,7 @@ fn spans<'py>(py: Python<'py>, spans: &[Span]) -> PyResult<Bound<'py, PyAny>> {
         .iter()
         .flat_map(|span| [span.start, span.stop, span.version]);
     let array = PyArray1::from_iter(py, flat).reshape([spans.len(), 3])?;
-    array.readwrite().make_nonwriteable();
+    read_only(&array);
     Ok(array.into_any())
 }
 
@@ -96,7 +107,7 @@ fn segment<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = owner.py();
     let classes = classes(py)?;
-    let object = classes.make.bind(py).call1((&classes.segment,))?;
+    let object = blank(classes.segment.bind(py))?;
     set(
         &object,
         intern!(py, "kind"),
@@ -128,7 +139,7 @@ fn termination<'py>(py: Python<'py>, from: &Trajectory<'_>) -> PyResult<Bound<'p
     if from.termination == TerminationKind::Finished {
         return Ok(classes.finished.bind(py).clone());
     }
-    let object = classes.make.bind(py).call1((&classes.termination,))?;
+    let object = blank(classes.termination.bind(py))?;
     let text = |text: &str| PyString::new(py, text).into_any();
     set(&object, intern!(py, "kind"), &text(from.termination.name()))?;
     set(&object, intern!(py, "reason"), &text(&from.reason))?;
@@ -169,7 +180,7 @@ pub fn trajectory<'py>(
             Meta::Text(text) => metadata.set_item(name, text)?,
         }
     }
-    let object = classes.make.bind(py).call1((&classes.trajectory,))?;
+    let object = blank(classes.trajectory.bind(py))?;
     let put = |name: &Bound<'py, PyString>, value: Bound<'py, PyAny>| set(&object, name, &value);
     put(intern!(py, "id"), PyBytes::new(py, &from.id).into_any())?;
     put(

@@ -70,7 +70,8 @@ pub fn blocking<T: Send>(
     let mut pace = Deadline {
         end,
         timeout_s: timeout_s.unwrap_or(f64::INFINITY),
-        next_check: now,
+        // Not at once: it needs the GIL, which was just given up for somebody else.
+        next_check: now + SIGNAL_CHECK,
         raised: None,
     };
     let result =

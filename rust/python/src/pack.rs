@@ -1,8 +1,11 @@
 //! Bindings of `sao_core::pack`.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 use sao_core::pack;
+use sao_core::stream::Stream;
 
 use crate::array::array;
 use crate::error::{guard, validation};
@@ -33,6 +36,43 @@ fn pack_bins<'py>(lengths: &Bound<'py, PyAny>, capacity: i64) -> PyResult<Bins<'
     Ok((bins.order.into_pyarray(py), bins.offsets.into_pyarray(py)))
 }
 
+/// Packing of segments as they come.
+#[pyclass(frozen, module = "sao._core")]
+struct StreamPacker {
+    stream: Mutex<Stream>,
+}
+
+#[pymethods]
+impl StreamPacker {
+    #[new]
+    #[pyo3(signature = (capacity, open_bins=64))]
+    fn new(capacity: i64, open_bins: usize) -> PyResult<Self> {
+        let stream = guard(|| Stream::new(capacity, open_bins))?;
+        Ok(Self {
+            stream: Mutex::new(stream),
+        })
+    }
+
+    fn add<'py>(&self, lengths: &Bound<'py, PyAny>) -> PyResult<Bins<'py>> {
+        let py = lengths.py();
+        let lengths = array::<i64>("lengths", lengths)?;
+        let lengths = lengths.as_slice()?;
+        let bins = run(py, lengths.len(), || self.lock().add(lengths))?;
+        Ok((bins.order.into_pyarray(py), bins.offsets.into_pyarray(py)))
+    }
+
+    fn finish<'py>(&self, py: Python<'py>) -> Bins<'py> {
+        let bins = self.lock().finish();
+        (bins.order.into_pyarray(py), bins.offsets.into_pyarray(py))
+    }
+}
+
+impl StreamPacker {
+    fn lock(&self) -> MutexGuard<'_, Stream> {
+        self.stream.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// Where every segment of a learner step goes.
 #[pyclass(frozen, module = "sao._core")]
 struct Plan {
@@ -49,6 +89,8 @@ struct Plan {
     #[pyo3(get)]
     n_micro_batches: usize,
     #[pyo3(get)]
+    least_cost: f64,
+    #[pyo3(get)]
     hash: u64,
 }
 
@@ -63,7 +105,7 @@ impl Plan {
 }
 
 #[pyfunction]
-#[pyo3(signature = (lengths, ranks, row_tokens, rows_per_micro_batch, *, linear_cost=24576.0, quadratic_cost=1.0))]
+#[pyo3(signature = (lengths, ranks, row_tokens, rows_per_micro_batch, *, linear_cost=24576.0, quadratic_cost=1.0, lock_step_slack=0.0))]
 fn plan(
     lengths: &Bound<'_, PyAny>,
     ranks: i64,
@@ -71,6 +113,7 @@ fn plan(
     rows_per_micro_batch: i64,
     linear_cost: f64,
     quadratic_cost: f64,
+    lock_step_slack: f64,
 ) -> PyResult<Plan> {
     let py = lengths.py();
     let lengths = array::<i64>("lengths", lengths)?;
@@ -85,6 +128,7 @@ fn plan(
         rows_per_micro_batch: size("rows_per_micro_batch", rows_per_micro_batch)?,
         linear_cost,
         quadratic_cost,
+        lock_step_slack,
     };
     let plan = run(py, lengths.len(), || pack::plan(lengths, &layout))?;
     let costs = plan
@@ -98,6 +142,7 @@ fn plan(
         position: plan.position.into_pyarray(py).unbind(),
         costs: costs.unbind(),
         n_micro_batches: plan.n_micro_batches,
+        least_cost: plan.least_cost,
         hash: plan.hash,
     })
 }
@@ -105,6 +150,7 @@ fn plan(
 /// Adds this topic to the module.
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<Plan>()?;
+    m.add_class::<StreamPacker>()?;
     m.add_function(wrap_pyfunction!(pack_bins, m)?)?;
     m.add_function(wrap_pyfunction!(plan, m)?)
 }

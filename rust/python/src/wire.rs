@@ -106,7 +106,7 @@ fn wrong(value: &Bound<'_, PyAny>, field: &str, expected: &str) -> PyErr {
 }
 
 /// The buffers of one segment; `view` borrows from them.
-struct SegmentBuffers {
+pub struct SegmentBuffers {
     kind: SegmentKind,
     token_ids: Bytes,
     action_mask: Bytes,
@@ -180,7 +180,8 @@ impl SegmentBuffers {
     }
 }
 
-fn segments(trajectory: &Bound<'_, PyAny>) -> PyResult<Vec<SegmentBuffers>> {
+/// The arrays of all segments, borrowed.
+pub fn segments(trajectory: &Bound<'_, PyAny>) -> PyResult<Vec<SegmentBuffers>> {
     let list = trajectory.getattr("segments")?;
     let list = list
         .cast::<PyTuple>()
@@ -191,8 +192,15 @@ fn segments(trajectory: &Bound<'_, PyAny>) -> PyResult<Vec<SegmentBuffers>> {
         .collect()
 }
 
+/// Whether nobody can write to the arrays while they are worked on without the GIL.
+pub fn frozen(buffers: &[SegmentBuffers]) -> bool {
+    buffers
+        .iter()
+        .all(|b| b.token_ids.frozen() && b.action_mask.frozen() && b.logprobs.frozen())
+}
+
 /// The trajectory with its arrays borrowed from `buffers`.
-fn extract<'a>(
+pub fn extract<'a>(
     object: &Bound<'_, PyAny>,
     buffers: &'a [SegmentBuffers],
 ) -> PyResult<Trajectory<'a>> {
@@ -307,9 +315,7 @@ fn encode<'py>(
 ) -> PyResult<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)> {
     let buffers = segments(trajectory)?;
     let view = extract(trajectory, &buffers)?;
-    let frozen = buffers
-        .iter()
-        .all(|b| b.token_ids.frozen() && b.action_mask.frozen() && b.logprobs.frozen());
+    let frozen = frozen(&buffers);
     let (places, length) =
         guard(|| wire::layout(view.segments.iter().map(|s| s.action_mask.len())))?;
     let mut header = Vec::new();

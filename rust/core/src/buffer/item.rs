@@ -1,15 +1,56 @@
 //! One trajectory in the buffer's memory.
 
+use std::any::Any;
+
 use super::Charge;
 use crate::pool::Pool;
 use crate::{Error, Result};
 
-/// An encoded trajectory in the buffer's memory.
-#[derive(Debug)]
+/// Something of the caller's that is kept by reference instead of a copy.
+pub type Object = Box<dyn Any + Send + Sync>;
+
+/// What is put into the buffer.
+pub enum Content<'a> {
+    /// Both are copied.
+    Copy(&'a [u8], &'a [u8]),
+    /// The header is copied; the payload is this long and is written in place, every byte of it.
+    Write(&'a [u8], usize, &'a (dyn Fn(&mut [u8]) + Sync)),
+    /// Kept as it is, and counted as this many bytes. Taken out when it goes in.
+    Object(Option<Object>, usize),
+}
+
+impl Content<'_> {
+    /// What it counts.
+    pub(super) fn bytes(&self) -> usize {
+        match self {
+            Self::Copy(header, payload) => header.len() + payload.len(),
+            Self::Write(header, payload, _) => header.len() + payload,
+            Self::Object(_, bytes) => *bytes,
+        }
+    }
+
+    /// Header and payload in the buffer's memory, and the object.
+    pub(super) fn store(&mut self, pool: &Pool) -> Result<(Blob, Blob, Option<Object>)> {
+        Ok(match self {
+            Self::Copy(header, payload) => {
+                (Blob::copy(header, pool)?, Blob::copy(payload, pool)?, None)
+            }
+            Self::Write(header, bytes, write) => (
+                Blob::copy(header, pool)?,
+                Blob::written(*bytes, pool, write)?,
+                None,
+            ),
+            Self::Object(object, _) => (Blob::default(), Blob::default(), object.take()),
+        })
+    }
+}
+
+/// An encoded trajectory in the buffer's memory, or an object of the caller's.
 pub struct Item {
     // `charge` gives the bytes back, after the memory was freed or given to the pool.
     pub(super) header: Blob,
     pub(super) payload: Blob,
+    pub(super) object: Option<Object>,
     pub(super) min_version: i64,
     pub(super) charge: Charge,
 }
@@ -25,6 +66,11 @@ impl Item {
         self.payload.bytes()
     }
 
+    /// What is kept by reference; header and payload are empty then.
+    pub fn object(&self) -> Option<&Object> {
+        self.object.as_ref()
+    }
+
     /// Oldest policy version of its tokens.
     pub fn min_version(&self) -> i64 {
         self.min_version
@@ -33,17 +79,29 @@ impl Item {
 
 impl Drop for Item {
     fn drop(&mut self) {
-        let shared = &self.charge.shared;
-        shared.pool.give(std::mem::take(&mut self.payload.data));
-        shared.bound_pool();
+        if self.payload.data.capacity() > 0 {
+            let shared = &self.charge.shared;
+            shared.pool.give(std::mem::take(&mut self.payload.data));
+            shared.bound_pool();
+        }
+    }
+}
+
+impl std::fmt::Debug for Item {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Item")
+            .field("bytes", &self.charge.bytes)
+            .field("min_version", &self.min_version)
+            .finish_non_exhaustive()
     }
 }
 
 /// Bytes that start at a multiple of 64, so that arrays laid out at such offsets are aligned.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Blob {
     data: Vec<u8>,
     start: usize,
+    stop: usize,
 }
 
 const ALIGN: usize = 64;
@@ -51,11 +109,7 @@ const PAGE: usize = 4096;
 
 impl Blob {
     pub(super) fn copy(source: &[u8], pool: &Pool) -> Result<Self> {
-        let bytes = source.len() + 2 * ALIGN;
-        let mut data = pool.get(bytes).unwrap_or_default();
-        data.clear();
-        data.try_reserve_exact(pool.rounded(bytes))
-            .map_err(|_| Error::Full(format!("no memory for {} bytes", source.len())))?;
+        let mut data = memory(source.len(), pool)?;
         let mut start = data.as_ptr().align_offset(ALIGN).min(ALIGN);
         // Some CPUs copy 10 to 25 times slower with `rep movsb` when the destination lies up to a cache line behind
         // the source, modulo the page. Fresh large allocations on both sides produce just that, so step over it.
@@ -64,12 +118,40 @@ impl Blob {
         if (1..ALIGN).contains(&distance) {
             start += ALIGN;
         }
-        data.resize(start, 0);
-        data.extend_from_slice(source);
-        Ok(Self { data, start })
+        let stop = start + source.len();
+        if data.len() < stop {
+            data.resize(start, 0);
+            data.extend_from_slice(source);
+        } else {
+            data[start..stop].copy_from_slice(source);
+        }
+        Ok(Self { data, start, stop })
+    }
+
+    pub(super) fn written(bytes: usize, pool: &Pool, write: &dyn Fn(&mut [u8])) -> Result<Self> {
+        let mut data = memory(bytes, pool)?;
+        let start = data.as_ptr().align_offset(ALIGN).min(ALIGN);
+        let stop = start + bytes;
+        if data.len() < stop {
+            data.resize(stop, 0);
+        }
+        write(&mut data[start..stop]);
+        Ok(Self { data, start, stop })
     }
 
     fn bytes(&self) -> &[u8] {
-        &self.data[self.start..]
+        &self.data[self.start..self.stop]
     }
+}
+
+/// Memory for `bytes` at a multiple of `ALIGN`: either empty, or full of whatever was in it before.
+fn memory(bytes: usize, pool: &Pool) -> Result<Vec<u8>> {
+    let most = bytes + 2 * ALIGN;
+    if let Some(data) = pool.get(most) {
+        return Ok(data);
+    }
+    let mut data = Vec::new();
+    data.try_reserve_exact(pool.rounded(most))
+        .map_err(|_| Error::Full(format!("no memory for {bytes} bytes")))?;
+    Ok(data)
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::item::{Blob, Item};
+use super::item::{Content, Item};
 use super::{closed, Charge, Items, Shared};
 use crate::sync::{fence, Ordering};
 use crate::Result;
@@ -19,14 +19,13 @@ impl Slot {
         }
     }
 
-    pub(super) fn publish(mut self, header: &[u8], payload: &[u8], min_version: i64) -> Result<()> {
+    pub(super) fn publish(mut self, content: &mut Content<'_>, min_version: i64) -> Result<()> {
         let shared = match &self.charge {
             Some(charge) => charge.shared.clone(),
             None => return Ok(()),
         };
         shared.bound_pool();
-        let pool = &shared.pool;
-        let (header, payload) = (Blob::copy(header, pool)?, Blob::copy(payload, pool)?);
+        let (header, payload, object) = content.store(&shared.pool)?;
         if shared.closed.load(Ordering::SeqCst) {
             return Err(closed());
         }
@@ -36,6 +35,7 @@ impl Slot {
         let mut item = Arc::new(Item {
             header,
             payload,
+            object,
             min_version,
             charge,
         });

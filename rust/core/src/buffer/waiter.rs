@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
+use super::item::Content;
 use super::lease::{leases, Lease, Slot};
 use super::{closed, invalid, Attempt, Call, Event, Index, Shared, Side, Ticket};
+use crate::sync::AtomicBool;
 use crate::Result;
 
 /// A place in the queue of those who wait; dropping it leaves the queue.
@@ -19,6 +21,7 @@ impl Waiter {
         let ticket = Arc::new(Ticket {
             need,
             event: Event::Call(call),
+            told: AtomicBool::new(false),
         });
         shared.join(&mut shared.lock(), side, &ticket);
         Self {
@@ -39,18 +42,16 @@ impl Waiter {
         Ok(items.map(|items| leases(&self.shared, items)))
     }
 
-    /// Tries again to put in a trajectory of the announced size; gives what [`Buffer::put`] gives, or none.
+    /// Tries again to put in a trajectory of the announced size (an object counts as that); gives what [`Buffer::put`] gives, or none.
     ///
     /// # Errors
     /// [`Error::Closed`]; [`Error::Full`] by [`Policy::Reject`]; [`Error::Validation`] for another size.
-    pub fn put(
-        &self,
-        header: &[u8],
-        payload: &[u8],
-        min_version: i64,
-    ) -> Result<Option<Vec<Vec<u8>>>> {
+    pub fn put(&self, content: &mut Content<'_>, min_version: i64) -> Result<Option<Vec<Vec<u8>>>> {
         debug_assert_eq!(self.side, Side::Put);
-        let bytes = header.len() + payload.len();
+        if let Content::Object(_, bytes) = content {
+            *bytes = self.ticket.need;
+        }
+        let bytes = content.bytes();
         if bytes != self.ticket.need {
             return Err(invalid(format!(
                 "trajectory: {bytes} bytes, {} were announced",
@@ -72,7 +73,7 @@ impl Waiter {
                 Some(None) => break,
             }
         }
-        Slot::new(self.shared.clone(), bytes).publish(header, payload, min_version)?;
+        Slot::new(self.shared.clone(), bytes).publish(content, min_version)?;
         Ok(Some(evicted))
     }
 
