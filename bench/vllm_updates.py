@@ -1,6 +1,6 @@
 """500 weight updates of the real vLLM under load: versions exact, fingerprints equal, memory flat.
 
-`python bench/vllm_updates.py [UPDATES]`. A tiny model on the CPU, so the seconds are those of the transaction itself and
+`python bench/vllm_updates.py [UPDATES]`. A tiny model on the CPU: the seconds are those of the transaction itself and
 not of reading large files.
 """
 
