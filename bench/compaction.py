@@ -103,7 +103,7 @@ def plot(runs: list[dict[str, Any]], file: Path) -> None:
         axes.fill_between(steps, low, high, color=f"C{index}", alpha=0.15, linewidth=0)
     axes.set(xlabel="optimizer step", ylabel="held-out success", ylim=(0, 1))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, title="arm (seeds)", title_fontsize=8)
+    axes.legend(fontsize=8, title="arm (seeds)", title_fontsize=8, loc="center right", bbox_to_anchor=(1.0, 0.6))
     figure.tight_layout()
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=130)
