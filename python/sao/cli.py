@@ -191,7 +191,7 @@ def write_keys(
     with _faults():
         for path in keys.write(folder, name or []):
             typer.echo(path)
-        typer.echo(f"the broker's host needs all of {folder}; another host broker.key, learner.key and its own secret")
+        typer.echo(f"the broker's host needs all of {folder}, a generator's broker.key, learner.key and its own secret")
 
 
 @app.command()
