@@ -40,7 +40,7 @@ def containers() -> dict[str, dict[str, Any]]:
 def test_every_command_is_one_of_the_command_line(name: str) -> None:
     text = (EXAMPLE / name).read_text()
     if name.endswith(".md"):
-        text = "\n".join(re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+        text = "\n".join(re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
     found = commands(text)
     assert len(found) >= 3
     for command, *arguments in found:
