@@ -13,6 +13,7 @@ from sao import _core
 from sao.broker import recovery, report
 from sao.broker.memory import Memory, last_line, open_log
 from sao.broker.state import State
+from sao.broker.waits import waits
 from sao.config import Config
 from sao.errors import ClosedError, ConfigError, LedgerError, TransportError, WireError
 from sao.faults import point
@@ -251,6 +252,7 @@ class Broker:
         """The state's snapshot and the sizes of the transport's own maps."""
         peers, now = list(self._mailbox.peers.values()), time.monotonic()
         return {
+            "waits": waits(self.state, peers, self._config.transport, now),
             **report.snapshot(self.state),
             "peers": len(peers),
             "silent_s": {f"{peer.role} {peer.name}": round(now - peer.heard, 1) for peer in peers},

@@ -324,8 +324,9 @@ class Supervisor:
             return
 
         def answer(future: Any) -> None:
-            detail = future.exception() or future.result().body
-            self._inbox.put(_Snapshot(f"{text}; broker: {detail}"))
+            error = future.exception()
+            detail = f"broker: {error}" if error else "waiting for:\n" + "\n".join(future.result().body["waits"])
+            self._inbox.put(_Snapshot(f"{text}; {detail}"))
 
         self._client.call("snapshot", deadline_s=5.0).add_done_callback(answer)
 
