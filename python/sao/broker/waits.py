@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from sao.config import TransportSection
+from sao.broker.tasks import Task
+from sao.config_sections import TransportSection
 
 if TYPE_CHECKING:
     from sao.broker.state import State
@@ -28,9 +29,9 @@ def waits(state: State, peers: Iterable[Peer], transport: TransportSection, now:
         )
     for number, lease in state.leases.items():
         found.append(f"broker: the learner's commit of lease {number} with {len(lease.held)} trajectories")
-    oldest = {}
-    for task in state.book.running.values():
-        oldest.setdefault(task.generator, task)
+    oldest: dict[str | None, Task] = {}
+    for running_task in state.book.running.values():
+        oldest.setdefault(running_task.generator, running_task)
     for name, generator in state.pool.by_name.items():
         if (task := oldest.get(name)) is not None:
             found.append(
