@@ -1,9 +1,10 @@
 """A whole run over two hosts with a bad line between them, and what pulling weights costs: `python bench/hosts.py`.
 
 Broker and learner in one network namespace, the generator in another, 40 ms each way and 1 % of packets lost, the line
-cut three times for 1 to 4 seconds while steps are made. The run must reach its last step with closed books, in order.
-Beside it the weight bus alone: files of three sizes pulled over loopback, with and without keys, and over that line.
-Writes results/hosts.json. Needs root and iproute2; without them the namespaces are left out and the file says why.
+cut four times for 1 to 14 seconds while steps are made, the last time for longer than the broker waits for a peer. The
+run must reach its last step with closed books, in order. Beside it the weight bus alone: files of three sizes pulled
+over loopback, with and without keys, and over that line. Writes results/hosts.json. Needs root and iproute2; without
+them the namespaces are left out and the file says why.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from sao.transport.reference import WeightsRef  # noqa: E402
 from sao.transport.weight_bus import Puller, WeightsServer  # noqa: E402
 from sao.transport.weights import publish  # noqa: E402
 
-STEPS, CUTS_S = 40, (1.0, 2.0, 4.0)
+STEPS, CUTS_S = 50, (1.0, 2.0, 4.0, 14.0)
+PEER_TIMEOUT_S = 10.0  # the last cut is longer: the generator is given up, its tasks are free, and it joins again
 DELAY_S, LOSS = 0.04, 0.01
 SIZES_MB = (1, 30, 300)
 PULLS = 5
@@ -45,7 +47,7 @@ def whole_run(folder: Path) -> dict[str, Any]:
     begin = time.monotonic()
     with long_line.long_line(DELAY_S, LOSS) as (line, counts):
         before = {"broker": line.on("a"), "learner": line.on("a"), "g0": line.on("b")}
-        run = ByHand(folder, model, long_line.ADDRESSES["a"], steps=STEPS, before=before)
+        run = ByHand(folder, model, long_line.ADDRESSES["a"], STEPS, PEER_TIMEOUT_S, before=before)
         try:
             run.broker()
             run.learner()
@@ -68,7 +70,9 @@ def whole_run(folder: Path) -> dict[str, Any]:
         "steps": STEPS,
         "seconds": round(time.monotonic() - begin, 1),
         "exit_codes": codes,
-        "versions_published": STEPS - 1,
+        "joined": (run.folder / "at-broker/r/logs/broker.log").read_text().count("generator g0 incarnation"),
+        "events": [record["text"] for record in run.records("event")],
+        "versions_published": int(steps[-1]["step/version"]),
         "versions_pulled": len(transfers),
         "bytes_a_version": transfers[0][1],
         "pull_s": {"median": seconds[len(seconds) // 2], "longest": seconds[-1]},
