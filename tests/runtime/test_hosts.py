@@ -1,0 +1,68 @@
+"""Actors by hand, before anything is started: what is refused, and what the command line makes of keys."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+import tiny_model
+from typer.testing import CliRunner
+
+from sao import cli, config
+from sao.errors import ConfigError
+from sao.runtime import hosts, preflight
+
+BASE = '[model]\npath = "m"\n[env]\nname = "lookup"\n'
+
+
+def run_file(folder: Path, text: str = "") -> Path:
+    path = folder / "run.toml"
+    path.write_text(BASE + text)
+    return path
+
+
+def test_keys_are_made_and_kept_by_the_command(tmp_path: Path) -> None:
+    folder = tmp_path / "k"
+    first = CliRunner().invoke(cli.app, ["keys", str(folder), "--name", "g7"])
+    assert first.exit_code == 0 and str(folder / "g7.key_secret") in first.output
+    assert not (folder / "generator.key").exists()  # with names there is no key that all share
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    assert str(folder / "g7.key") not in CliRunner().invoke(cli.app, ["keys", str(folder), "--name", "g7"]).output
+    folder.chmod(0o755)
+    refused = CliRunner().invoke(cli.app, ["keys", str(folder)])
+    assert refused.exit_code == 2 and "must belong to this user with mode 0700, has 0755" in refused.output
+
+
+def test_a_broker_that_only_this_host_reaches_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"transport\.bind: 'ipc' reaches this host only"):
+        hosts.broker(run_file(tmp_path))
+    with pytest.raises(ConfigError, match="is a run folder, and that run goes on"):
+        hosts.broker(tmp_path, overwrite=True)
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
+        hosts.broker(tmp_path)
+
+
+@pytest.mark.parametrize("section", ["run.seed=1", "algorithm.gamma=0.5", "env.name='x'", "transport.bind='ipc'"])
+def test_what_belongs_to_the_run_is_not_changed_on_another_host(section: str) -> None:
+    with pytest.raises(ConfigError, match="belongs to the run, set it where the broker is started"):
+        hosts.generator("tcp://127.0.0.1:1", "g0", [section])
+
+
+def test_missing_and_open_keys_are_found_before_a_run(tmp_path: Path) -> None:
+    model = tiny_model.make_folder(tmp_path / "model")
+    text = f"[transport]\nbind = 'tcp://127.0.0.1:5000'\nkeys = '{tmp_path}/k'\n[run]\ndir = '{tmp_path}'\n"
+    resolved = config.load(run_file(tmp_path, text), [f"model.path='{model}'"])
+    with pytest.raises(ConfigError, match=r"transport\.keys: .*/k: No such file"):
+        preflight.check(resolved)
+    (tmp_path / "k").mkdir(mode=0o755)
+    with pytest.raises(ConfigError, match=r"transport\.keys: .*/k must belong to this user"):
+        preflight.check(resolved, alone=True)
+
+
+def test_a_broker_alone_needs_no_model(tmp_path: Path) -> None:
+    text = f"[transport]\nbind = 'tcp://127.0.0.1:5000'\n[run]\ndir = '{tmp_path}'\n"
+    resolved = config.load(run_file(tmp_path, text))
+    preflight.check(resolved, alone=True)
+    with pytest.raises(ConfigError, match=r"model\.path: m is not a folder"):
+        preflight.check(resolved)
