@@ -273,6 +273,9 @@ class BufferSection(Section):
         "process",
         description="what finished rollouts survive: off: nothing; process: the broker's death; machine: a power cut",
     )
+    prefix_bytes: int = Field(
+        1 << 26, ge=0, description="turns of running rollouts, kept to go on after a generator's death; 0: none"
+    )
 
 
 class EvalSection(Section):

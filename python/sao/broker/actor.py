@@ -76,7 +76,8 @@ class Broker:
                 resume_step = None  # an earlier broker has gone back already
             back = [] if resume_step is None else self.ledger.rewind(resume_step)
             point("ledger.rewound")
-            self.memory = Memory(log_, self.ledger, goes_on=resume_step is None)
+            limit = config.buffer.prefix_bytes
+            self.memory = Memory(log_, self.ledger, goes_on=resume_step is None, prefix_bytes=limit)
             self.state = State(config, self.ledger, self, time.monotonic(), resume_step, self.memory)
         except BaseException:
             self.actor.close(0)
@@ -124,11 +125,11 @@ class Broker:
         if self.memory is not None:
             self.memory.commit(recovery.note_of(self.state, self._line))
 
-    def to_generator(self, name: str, kind: str, body: dict[str, Any]) -> None:
+    def to_generator(self, name: str, kind: str, body: dict[str, Any], frames: tuple[Buffer, ...] = ()) -> None:
         """Pushes to one generator."""
         for peer in self._of("generator"):
             if peer.name == name:
-                self._push(peer, kind, body)
+                self._push(peer, kind, body, frames)
 
     def to_learner(self, kind: str, body: dict[str, Any]) -> None:
         """Pushes to the learner."""
@@ -157,9 +158,9 @@ class Broker:
         if request is not None:
             self._mailbox.reply(request, reply)
 
-    def _push(self, peer: Peer, kind: str, body: dict[str, Any]) -> None:
+    def _push(self, peer: Peer, kind: str, body: dict[str, Any], frames: tuple[Buffer, ...] = ()) -> None:
         try:
-            self._mailbox.push(peer, kind, body)
+            self._mailbox.push(peer, kind, body, frames)
         except WireError as error:  # what a peer gave us to pass on is too large: that must not undo a commit
             log.error("%s to %s not sent: %s", kind, peer.name, error)
 
@@ -171,6 +172,8 @@ class Broker:
         on("stats", "generator", lambda r, _: self.state.stats(r.peer.name, r.body))
         on("loaded", "generator", lambda r, _: self.state.loaded(r.peer.name, r.body["version"], r.body["fingerprint"]))
         on("trajectory", "generator", self._trajectory)
+        on("turn", "generator", self._turn)
+        on("diverged", "generator", self._diverged)
         on("failure", "generator", self._failure)
         on("eval_result", "generator", lambda r, now: Reply(body=self.state.eval_result(r.peer.name, r.body, now)))
         on("take", "learner", self._take)
@@ -203,6 +206,15 @@ class Broker:
         if len(frames) != 2:
             raise WireError(f"trajectory: expected 2 frames (header, payload), got {len(frames)}")
         return Reply(body=self.state.trajectory(request.peer.name, frames[0], frames[1], now))
+
+    def _turn(self, request: Request, now: float) -> None:
+        body, frames = request.body, request.message.frames
+        if len(frames) != 2 or min(body["tokens"], body["version"], body["part"]) < 0:
+            raise WireError(f"turn: expected 2 frames and numbers >= 0, got {len(frames)} frames and {body}")
+        recovery.turn(self.state, body, frames[0], frames[1])
+
+    def _diverged(self, request: Request, now: float) -> None:
+        recovery.diverged(self.state, request.body)
 
     def _failure(self, request: Request, now: float) -> Reply:
         tokens = request.body["sampled_tokens"]

@@ -31,7 +31,6 @@ class Past:
 
     trajectories: dict[int, tuple[int, memoryview, memoryview]] = field(default_factory=dict)
     """Task -> attempt, header, payload."""
-    turns: dict[int, list[Record]] = field(default_factory=dict)
     note: dict[str, Any] = field(default_factory=dict)
     goes_on: bool = False
     """Whether its generators and its learner are still there."""
@@ -39,11 +38,25 @@ class Past:
     n_bytes: int = 0
 
 
+@dataclass(slots=True)
+class Prefix:
+    """The turns of a rollout that runs: (header, payload) of each, their tokens, the newest version in them."""
+
+    turns: list[tuple[bytes, bytes]] = field(default_factory=list)
+    n_tokens: int = 0
+    version: int = 0
+    n_bytes: int = 0
+
+
 class Memory:
     """The log of a broker, or none (`log` is None): then only what helps while the process lives is remembered."""
 
-    def __init__(self, log: Log | None, ledger: Any, *, goes_on: bool = False) -> None:
-        """`goes_on`: the broker before this one was killed, its generators and its learner are still there."""
+    def __init__(self, log: Log | None, ledger: Any, *, goes_on: bool = False, prefix_bytes: int = 1 << 26) -> None:
+        """`goes_on`: the broker before this one was killed, its generators and its learner are still there.
+        `prefix_bytes`: of all turns that are kept; a rollout that finds no room is begun anew should it be lost.
+        """
+        self.prefixes: dict[int, Prefix] = {}
+        self.prefix_bytes, self._prefix_limit = 0, prefix_bytes
         self.log, self._ledger = log, ledger
         self._answered: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._new_answers: list[int] = []
@@ -57,20 +70,43 @@ class Memory:
         """A finished trajectory was taken; its turns are in it."""
         if self.log is not None:
             self.log.append(Kind.TRAJECTORY, ordinal, attempt, 0, header, payload, lives=True)
-            self.log.forget(Kind.TURN, ordinal)
+        self._drop_turns(ordinal)
 
-    def turn(self, ordinal: int, attempt: int, part: int, header: Buffer, payload: Buffer = b"") -> None:
-        """Turn number `part` of a rollout; number 0 without a body: what was there before does not count."""
+    def turn(
+        self, ordinal: int, attempt: int, part: int, n_tokens: int, version: int, header: Buffer, payload: Buffer
+    ) -> None:
+        """Turn number `part` of a rollout that runs; one that does not follow the last one is left out."""
+        if part == 0:
+            self._drop_turns(ordinal)
+        known = len(self.prefixes[ordinal].turns) if ordinal in self.prefixes else 0
+        if part != known:
+            return
+        if self.prefix_bytes + memoryview(header).nbytes + memoryview(payload).nbytes > self._prefix_limit:
+            self.begin_anew(ordinal, attempt)
+            return
+        self._keep_turn(ordinal, n_tokens, version, bytes(header), bytes(payload))
         if self.log is not None:
-            if part == 0:
-                self.log.forget(Kind.TURN, ordinal)
-            self.log.append(Kind.TURN, ordinal, attempt, part, header, payload, lives=True)
+            head = msgpack.packb([n_tokens, version, bytes(header)])
+            self.log.append(Kind.TURN, ordinal, attempt, part, head, payload, lives=True)
 
-    def gone(self, ordinal: int) -> None:
-        """The task is finished, or what was sampled for it does not count any more."""
+    def begin_anew(self, ordinal: int, attempt: int) -> int:
+        """What was kept of this rollout does not count any more; returns its tokens."""
+        n_tokens = self.prefix_tokens(ordinal)
+        self._drop_turns(ordinal)
+        if n_tokens and self.log is not None:
+            self.log.append(Kind.TURN, ordinal, attempt, 0, b"", lives=True)
+        return n_tokens
+
+    def prefix_tokens(self, ordinal: int) -> int:
+        """Sampled tokens in the turns that are kept of this rollout."""
+        return self.prefixes[ordinal].n_tokens if ordinal in self.prefixes else 0
+
+    def gone(self, ordinal: int, *, turns: bool = True) -> None:
+        """The task is finished, or what was sampled for it does not count any more; `turns`: those neither."""
         if self.log is not None:
             self.log.forget(Kind.TRAJECTORY, ordinal)
-            self.log.forget(Kind.TURN, ordinal)
+        if turns:
+            self._drop_turns(ordinal)
 
     def answered(self, ordinal: int, attempt: int) -> bool:
         """Notes that this attempt has ended; false when that was heard before."""
@@ -125,6 +161,20 @@ class Memory:
         if self.log is not None:
             self.log.close(remove=remove)
 
+    def _keep_turn(self, ordinal: int, n_tokens: int, version: int, header: bytes, payload: bytes) -> None:
+        prefix = self.prefixes.setdefault(ordinal, Prefix())
+        prefix.turns.append((header, payload))
+        prefix.n_tokens, prefix.version = prefix.n_tokens + n_tokens, max(prefix.version, version)
+        prefix.n_bytes += len(header) + len(payload)
+        self.prefix_bytes += len(header) + len(payload)
+
+    def _drop_turns(self, ordinal: int) -> None:
+        prefix = self.prefixes.pop(ordinal, None)
+        if prefix is not None:
+            self.prefix_bytes -= prefix.n_bytes
+        if self.log is not None:
+            self.log.forget(Kind.TURN, ordinal)
+
     def _append(self, kind: Kind, body: bytes) -> None:
         assert self.log is not None
         self.log.append(kind, 0, 0, 0, body, lives=False)
@@ -153,12 +203,12 @@ class Memory:
         for segment, record in trajectories.values():
             log.keep(segment, record)
             self._answered[record.ordinal, record.attempt] = None
-        for ordinal, parts in turns.items():
-            chain = _chain(parts) if ordinal not in trajectories else []
-            if chain:
-                past.turns[ordinal] = [record for _, record in chain]
-                for segment, record in chain:
-                    log.keep(segment, record)
+        for ordinal, parts in turns.items() if self._prefix_limit else ():
+            for segment, record in _chain(parts) if ordinal not in trajectories else ():
+                log.keep(segment, record)
+                if record.header.nbytes:
+                    n_tokens, version, header = msgpack.unpackb(record.header)
+                    self._keep_turn(ordinal, n_tokens, version, header, bytes(record.payload))
         for ordinal, (attempt, phase) in unfinished.items():
             if phase in ("issued", "generating") and ordinal not in trajectories:
                 self._answered.pop((ordinal, attempt), None)  # of this end the ledger has not heard
@@ -180,14 +230,18 @@ class Memory:
 
 
 def _chain(parts: dict[int, tuple[int, Record]]) -> list[tuple[int, Record]]:
-    """The turns from number 0 on, as long as none is missing or of an older attempt than the one before it."""
+    """The turns from number 0 on, as long as none is missing or of an older attempt than the one before it. An empty
+    number 0 has none behind it: the rollout was begun anew.
+    """
     chain: list[tuple[int, Record]] = []
     for part in range(len(parts)):
         found = parts.get(part)
         if found is None or (chain and found[1].attempt < chain[-1][1].attempt):
             break
         chain.append(found)
-    return chain if chain and chain[0][1].header.nbytes else []
+        if not found[1].header.nbytes:
+            break
+    return chain
 
 
 def open_log(config: Config, run_folder: Path) -> Log | None:

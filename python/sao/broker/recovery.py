@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sao.broker.tasks import OpenLease
 from sao.errors import LedgerError
+from sao.transport.messages import Buffer
 
 if TYPE_CHECKING:
     from sao.broker.state import State
@@ -110,7 +111,22 @@ def orphans(state: State, now: float) -> None:
     state.missing.clear()
     if state.done is None:
         for task in [task for task in state.book.running.values() if not task.generator]:
-            state.again(task, None, "generator_lost")
+            state.again(task, None, "generator_lost", goes_on=True)
+
+
+def turn(state: State, body: dict[str, Any], header: Buffer, payload: Buffer) -> None:
+    """Keeps a turn of a rollout that runs; of any other it is left out."""
+    task = state.book.running.get(body["ordinal"])
+    if task is not None and task.attempt == body["attempt"]:
+        numbers = body["part"], body["tokens"], body["version"]
+        state.book.memory.turn(task.ordinal, task.attempt, *numbers, header, payload)
+
+
+def diverged(state: State, body: dict[str, Any]) -> None:
+    """A rollout could not go on after its turns and was begun anew: their tokens are dropped."""
+    task = state.book.running.get(body["ordinal"])
+    if task is not None and task.attempt == body["attempt"]:
+        state.book.waste("diverged", state.book.memory.begin_anew(task.ordinal, task.attempt))
 
 
 def fit(state: State) -> None:
@@ -124,3 +140,6 @@ def fit(state: State) -> None:
         if task.state == "ready" and (task.max_version > state.versions.current or task.ordinal not in ahead):
             state.store.discard(task.ordinal)
             book.requeue(task, None, REWOUND, None)
+    for ordinal, prefix in list(book.memory.prefixes.items()):
+        if prefix.version > state.versions.current:
+            book.waste(REWOUND, book.memory.begin_anew(ordinal, book.live[ordinal].attempt))

@@ -11,13 +11,13 @@ from collections.abc import Hashable
 from typing import Any
 
 from sao import _core
-from sao.broker import intake, leases, recovery, report
+from sao.broker import dispatch, intake, leases, recovery, report
 from sao.broker.evals import EvalRounds
 from sao.broker.groups import INCOMPLETE, Groups
 from sao.broker.memory import Memory
 from sao.broker.metrics import GapAlarm, StepMeter
 from sao.broker.store import Store
-from sao.broker.tasks import Generator, OpenLease, Pool, Take, Task, TaskBook, reason_code, task_seed
+from sao.broker.tasks import Generator, OpenLease, Pool, Take, Task, TaskBook, reason_code
 from sao.broker.versions import Versions
 from sao.broker.wire import Wire
 from sao.config import Config
@@ -91,7 +91,7 @@ class State:
             self.event("warning", f"generator {name}: {reason}; {count} tasks in flight are started again")
             for ordinal in sorted(generator.train):
                 if ordinal in self.book.live:  # else its group has ended in this very loop
-                    self.again(self.book.live[ordinal], generator, "generator_lost")
+                    self.again(self.book.live[ordinal], generator, "generator_lost", goes_on=True)
             self.evals.lost(generator.evals)
         self.told_left(name, now)
 
@@ -104,7 +104,7 @@ class State:
     def slots(self, name: str, free: int, received: int | None, now: float) -> None:
         """A generator states its free slots, as of `received` tasks received."""
         self.pool.by_name[name].state_slots(free, received)
-        self._dispatch(now)
+        dispatch.dispatch(self, now)
 
     def stats(self, name: str, body: dict[str, Any]) -> None:
         """A generator's statistics; the last ones count."""
@@ -290,7 +290,7 @@ class State:
             self._end(last)
         every = self.config.eval.every_steps
         if last or (every and step % every == 0 and not self.ending):
-            self._evaluate(now)
+            self.evaluate(now)
         self.progress(now)
         return {"version": self.versions.current, "step": self.step}
 
@@ -373,7 +373,7 @@ class State:
         if self.ending and not self.evals.busy and not self.leases:
             self.finish(self.ending, now, ok=True)
             return
-        self._dispatch(now)
+        dispatch.dispatch(self, now)
         if self.done is None and (stuck := report.stuck(self)):
             self.finish(stuck, now, ok=False)
 
@@ -410,9 +410,11 @@ class State:
         self.book.drop(task, generator, reason, tokens)
         self._end_group(task)
 
-    def again(self, task: Task, generator: Generator | None, reason: str, tokens: int = 0) -> None:
+    def again(
+        self, task: Task, generator: Generator | None, reason: str, tokens: int = 0, *, goes_on: bool = False
+    ) -> None:
         """Has a task started again; after its last attempt its group ends."""
-        if not self.book.again(task, generator, reason, tokens):
+        if not self.book.again(task, generator, reason, tokens, goes_on=goes_on):
             self._end_group(task)
 
     def _end_group(self, lost: Task) -> None:
@@ -428,32 +430,6 @@ class State:
     def _drop_stale(self, task: Task) -> None:
         self.meter.ended(task.n_tokens, False)
         self.book.drop(task, None, "stale", task.sampled_tokens)
-
-    def _dispatch(self, now: float) -> None:
-        """Hands tasks to free slots: held-out ones first, then as many training ones as there are permits."""
-        if self.done is not None or self.awaiting:
-            return
-        if self.last_evaluated < 0 and self.pool.by_name:
-            self._evaluate(now)
-        out: dict[str, list[dict[str, Any]]] = {}
-        permits = self.permits()
-        for generator in self.pool.slots():
-            task = self.evals.next_task()
-            if task is not None:
-                generator.evals.add(task["ordinal"])
-            elif permits > 0:
-                permits -= 1
-                task = self._start(generator, now)
-            else:
-                break
-            out.setdefault(generator.name, []).append(task)
-        for name, tasks in out.items():
-            self.wire.to_generator(name, "tasks", {"tasks": tasks})
-
-    def _start(self, generator: Generator, now: float) -> dict[str, Any]:
-        task = self.book.start(generator, now)
-        seed = task_seed(self.config.run.seed, "train", self.config.prompt_of(task.ordinal))
-        return {"ordinal": task.ordinal, "attempt": task.attempt, "seed": seed, "split": "train"}
 
     # -- inside: leases and versions
 
@@ -476,7 +452,8 @@ class State:
 
     # -- inside: evaluation and the end
 
-    def _evaluate(self, now: float) -> None:
+    def evaluate(self, now: float) -> None:
+        """Has a held-out round begin, unless there was one after this step."""
         if self.config.eval.every_steps > 0 and self.last_evaluated != self.step:
             self.last_evaluated = self.step
             self.evals.due(self.step, self.versions.current, now)

@@ -161,7 +161,7 @@ class TaskBook:
                 self.ledger.generating(ordinal, attempt)
             task.state = "running"
             self.running[ordinal] = task
-        elif phase != "requeued":
+        elif phase != "requeued":  # turns that are kept of it go on with the next attempt
             self.ledger.requeue(ordinal, "log_damaged" if phase == "ready" and goes_on else "restart")
             task.attempt += 1
         return task
@@ -215,21 +215,27 @@ class TaskBook:
         self._stop(task, generator)
         task.state, task.finished = "ready", now
 
-    def again(self, task: Task, generator: Generator | None, reason: str, tokens: int = 0) -> bool:
-        """Puts a running task back to be started again, its `tokens` counted under `reason`; false: that was its last
-        attempt, it is dropped.
+    def again(
+        self, task: Task, generator: Generator | None, reason: str, tokens: int = 0, *, goes_on: bool = False
+    ) -> bool:
+        """Puts a running task back to be started again, its `tokens` counted under `reason`, or to go on after the
+        turns that are kept of it (`goes_on`); false: that was its last attempt, it is dropped.
         """
         task.losses += 1
         if task.losses >= MAX_ATTEMPTS:
             self.drop(task, generator, reason, tokens)
             return False
-        self.requeue(task, generator, reason, tokens)
+        self.requeue(task, generator, reason, tokens, goes_on=goes_on)
         return True
 
-    def requeue(self, task: Task, generator: Generator | None, reason: str, tokens: int | None) -> None:
+    def requeue(
+        self, task: Task, generator: Generator | None, reason: str, tokens: int | None, *, goes_on: bool = False
+    ) -> None:
         """Puts a task that is not queued back to be started again; `tokens` None: those it is known to have."""
+        if task.state == "running" and not goes_on:
+            tokens = max(tokens or 0, self.memory.prefix_tokens(task.ordinal))
         self.ledger.requeue(task.ordinal, reason, tokens)
-        self.memory.gone(task.ordinal)
+        self.memory.gone(task.ordinal, turns=not goes_on)
         if task.state == "running":
             self._stop(task, generator)
         task.state, task.attempt = "queued", task.attempt + 1
@@ -241,12 +247,18 @@ class TaskBook:
             self._queue.remove(task.ordinal)
             heapq.heapify(self._queue)
             task.attempt = self.ledger.issue(task.ordinal)
+        tokens = max(tokens, self.memory.prefix_tokens(task.ordinal))
         self.ledger.drop(task.ordinal, task.attempt, reason, tokens)
         self.memory.gone(task.ordinal)
         self.dropped[reason] += 1
         if task.state == "running":
             self._stop(task, generator)
         del self.live[task.ordinal]
+
+    def waste(self, reason: str, tokens: int) -> None:
+        """Counts tokens that were sampled for no attempt that goes on."""
+        if tokens:
+            self.ledger.waste(reason, tokens)
 
     def drop_all(self, pool: Pool, reason: str) -> None:
         """Ends all tasks without training; none may be leased."""

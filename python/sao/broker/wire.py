@@ -11,7 +11,7 @@ from sao.transport.messages import Buffer
 class Wire(Protocol):
     """How decisions leave the broker."""
 
-    def to_generator(self, name: str, kind: str, body: dict[str, Any]) -> None:
+    def to_generator(self, name: str, kind: str, body: dict[str, Any], frames: tuple[Buffer, ...] = ()) -> None:
         """Pushes to one generator."""
 
     def to_learner(self, kind: str, body: dict[str, Any]) -> None:

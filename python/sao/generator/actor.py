@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from sao.config import Config
 from sao.envs import registry
+from sao.envs.protocol import Environment
 from sao.errors import (
     ClosedError,
     ConfigError,
@@ -35,6 +37,7 @@ from sao.generator.compaction import Compactor
 from sao.generator.engine import Engine, Request, check_completion
 from sao.generator.episode import Progress, Task, run_episode
 from sao.generator.load import LoadControl
+from sao.generator.prefix import DivergedError, Send, unpack
 from sao.generator.render import Renderer
 from sao.generator.seeds import derive_seed
 from sao.trajectory import Trajectory, encode
@@ -207,8 +210,10 @@ class Generator:
         body = message.body
         if message.kind == "tasks":
             self._received += len(body["tasks"])
+            frames = iter(message.frames)
             for task in body["tasks"]:
-                self._start(Task(task["ordinal"], task["attempt"], task["seed"], task["split"]))
+                turns = tuple(unpack(next(frames), next(frames)) for _ in range(task.get("turns", 0)))
+                self._start(Task(task["ordinal"], task["attempt"], task["seed"], task["split"], turns))
         elif message.kind == "version":
             self._wanted = WeightsRef.from_message(body)
             self._newer.set()
@@ -263,6 +268,8 @@ class Generator:
                 played = self._agents.play(env, task, sampling_seed=self._sampling_seed, progress=progress)
                 await self._deliver(task, await played)
                 return
+            if task.turns and not await self._serves(max(turn.max_version for turn in task.turns)):
+                task = self._begin_anew(task, sum(turn.n_tokens for turn in task.turns))
             trajectory = await run_episode(
                 self.engine,
                 env,
@@ -273,8 +280,13 @@ class Generator:
                 progress=progress,
                 compactor=self._compactor,
                 calls=self._calls,
+                send=self._sender(task, env),
             )
             await self._deliver(task, trajectory)
+            return
+        except DivergedError as error:
+            log.warning("task %d attempt %d: %s", task.ordinal, task.attempt, error)
+            await self._play(self._begin_anew(task, error.sampled_tokens))
             return
         except EnvironmentFailure as failure:
             reason, detail = failure.reason, failure.detail
@@ -288,6 +300,28 @@ class Generator:
         except (ValidationError, WireError) as error:  # not to be encoded, or larger than a message may be
             reason, detail = "bad_trajectory", str(error)
         await self._give_up(task, reason, detail, progress)
+
+    def _sender(self, task: Task, env: Environment) -> Send | None:
+        """Where the turns of this episode go; None where they are not kept."""
+        if task.split == "eval" or not (env.replayable and self.config.buffer.prefix_bytes):
+            return None
+
+        def send(part: int, n_tokens: int, version: int, header: bytes, payload: bytes) -> None:
+            body = {"ordinal": task.ordinal, "attempt": task.attempt, "part": part}
+            self._send("turn", {**body, "tokens": n_tokens, "version": version}, (header, payload))
+
+        return send
+
+    async def _serves(self, version: int) -> bool:
+        """Whether the engine has this version or a newer one, perhaps in a moment."""
+        deadline = time.monotonic() + self.config.transport.peer_timeout_s
+        while self.engine.version < version and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)  # weights on their way; a task in thousands comes here
+        return self.engine.version >= version
+
+    def _begin_anew(self, task: Task, lost_tokens: int) -> Task:
+        self._send("diverged", {"ordinal": task.ordinal, "attempt": task.attempt, "sampled_tokens": lost_tokens})
+        return replace(task, turns=())
 
     async def _deliver(self, task: Task, trajectory: Trajectory) -> None:
         if task.split == "eval":
@@ -353,11 +387,11 @@ class Generator:
 
     # -- the line
 
-    def _send(self, kind: str, body: dict[str, Any]) -> None:
+    def _send(self, kind: str, body: dict[str, Any], frames: tuple[bytes, ...] = ()) -> None:
         """Sends without waiting; a lost broker is told by `on_lost`. To one that is away nothing is heaped up."""
         try:
             if self._client is not None and (kind != "stats" or self._client.pending < _HEAPED):
-                self._client.send(kind, body)
+                self._client.send(kind, body, frames)
         except Error as error:
             self._fail(error)
 

@@ -31,6 +31,7 @@ from sao.envs.protocol import Environment, Message, check_messages, check_step
 from sao.errors import EngineError, EnvironmentFailure
 from sao.generator.compaction import Compaction, Compactor
 from sao.generator.engine import Completion, Engine, Request, check_completion
+from sao.generator.prefix import Send, Turn, Turns
 from sao.generator.render import Renderer
 from sao.generator.seeds import derive_seed
 from sao.generator.window import Window
@@ -50,6 +51,8 @@ class Task:
     attempt: int
     seed: int
     split: Literal["train", "eval"]
+    turns: tuple[Turn, ...] = ()
+    """What an earlier attempt has left."""
 
 
 @dataclass(slots=True)
@@ -71,16 +74,20 @@ async def run_episode(
     progress: Progress | None = None,
     compactor: Compactor | None = None,
     calls: asyncio.Semaphore | None = None,
+    send: Send | None = None,
 ) -> Trajectory:
     """Plays one episode and closes the environment, exactly once, on every path.
 
     sampling_seed: every turn's request gets a seed derived from it and the task; None: the engine's own stream.
     compactor: what episodes share for compaction, if that is enabled; None: one is made for this episode alone.
     calls: what episodes share to bound the calls of environments at once; waiting for it is in no call's deadline.
+    send: takes each turn that is over (see `sao.generator.prefix`). With `task.turns` the episode goes on after these;
+    `DivergedError` when the environment does not repeat itself.
     Returns a trajectory with at least one sampled token and a reward. Raises `EngineError` and `EnvironmentFailure`
     (reason `reset_error`, `step_error`, `timeout`, `bad_reward`, `prompt_too_long`, or the environment's own).
     """
     episode = _Episode(engine, env, renderer, task, config, sampling_seed, progress or Progress(), compactor, calls)
+    episode.kept = Turns(task.turns, send)
     try:
         return await episode.play()
     finally:
@@ -112,6 +119,7 @@ class _Episode:
         self.window = Window(renderer, config.sampling.context_tokens)
         self.compactor, self.calls = compactor, calls
         self.compaction: Compaction | None = None
+        self.kept = Turns()
         self.turn_rewards: list[tuple[int, int, float]] = []
         self.stop_reasons: list[str] = []
         self.fingerprints: dict[int, str] = {}
@@ -132,6 +140,7 @@ class _Episode:
         messages = check_messages(
             await self._call("reset", partial(self.env.reset, self.task.seed, self.task.split)), "reset"
         )
+        self.kept.opened(messages)
         if not self.window.open(messages):
             size = self.renderer.initial(messages).size
             raise EnvironmentFailure(
@@ -144,6 +153,7 @@ class _Episode:
             completion = await self._generate()
             text = self.renderer.decode(completion.token_ids)
             result = check_step(await self._call("step", partial(self.env.step, text)), self.env.reward_range)
+            self.kept.said(result.messages, result.reward, done=result.done)
             if result.done:
                 assert result.reward is not None
                 return self._end(Termination("finished"), result.reward)
@@ -153,6 +163,7 @@ class _Episode:
                 return self._end(Termination("truncated", "max_turns"), self._no_reward())
             if (reason := await self._observe(result.messages)) is not None:
                 return self._end(Termination("truncated", reason), self._no_reward())
+            self.kept.over()
 
     async def _call(self, what: str, call: Callable[[], Awaitable[Any]]) -> Any:
         """A call of the environment, in its turn (`env.concurrency`) and within its deadline."""
@@ -188,7 +199,11 @@ class _Episode:
             seed=None if self.sampling_seed is None else derive_seed(self.sampling_seed, self.session, name),
         )
         what = "summarise" if name.startswith("summary") else "generate"
-        completion = await self._timed(what, (summariser or self.engine).generate(request))
+        recorded = self.kept.next()
+        if recorded is None:
+            completion = await self._timed(what, (summariser or self.engine).generate(request))
+        else:
+            completion = recorded
         if summariser is None and completion.token_ids is not None:
             self.progress.sampled_tokens += len(completion.token_ids)
         check_completion(request, completion)
@@ -196,6 +211,8 @@ class _Episode:
             raise EngineError(f"aborted: request {request.id}: the engine ended it with {completion.stop_reason}")
         if summariser is None:
             self._note_fingerprints(request, completion)
+        if recorded is None:
+            self.kept.sampled(completion)
         return completion
 
     def _note_fingerprints(self, request: Request, completion: Completion) -> None:

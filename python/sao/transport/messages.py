@@ -60,6 +60,8 @@ SCHEMA: Final[dict[str, dict[str, tuple[type, ...]]]] = {
     "eval_result": {"ordinal": _INT, "reward": _OPT_NUM, "reason?": _OPT_STR, "version": _INT, "success?": _BOOL},
     "stats": {"busy_share?": _NUM, "tokens_per_s?": _NUM, "running?": _INT, "waiting?": _INT, "sampled_tokens?": _INT},
     "loaded": {"version": _INT, "fingerprint": _STR},
+    "turn": {"ordinal": _INT, "attempt": _INT, "part": _INT, "tokens": _INT, "version": _INT},
+    "diverged": {"ordinal": _INT, "attempt": _INT, "sampled_tokens": _INT},
     # broker -> generator
     "tasks": {"tasks": _LIST},
     "version": {"version": _INT, "fingerprint": _STR, "path": _STR, "source?": _STR},
