@@ -61,6 +61,9 @@ def test_the_example_trains(quickstart_model: Path, tmp_path: Path) -> None:
     assert steps[-1]["broker/tokens_sampled"] >= steps[-1]["tokens/trained"]
     rounds = [record for record in map(json.loads, lines) if record["kind"] == "eval"]
     assert rounds[-1]["n"] == 8 and rounds[-1]["failed"] == 0
+    command = [sys.executable, "-m", "sao.cli", "eval", str(quickstart_model), str(EXAMPLE / "run.toml"), *command[6:]]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280)
+    assert result.returncode == 0 and "n = 8" in result.stdout, result.stdout + result.stderr
     alive = subprocess.run(["pgrep", "-f", f"{EXAMPLE}/agent.py 8"], capture_output=True, text=True).stdout
     assert not alive.split(), "the agent outlived the run"
 

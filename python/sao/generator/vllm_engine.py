@@ -42,6 +42,7 @@ from sao.errors import ClosedError, EngineError, WeightsError
 from sao.generator.engine import Completion, EngineStats, Request, check_request, empty_completion
 from sao.generator.vllm_arrival import arrived, spans_of_bounds
 from sao.generator.vllm_load import VllmLoad, keep_only_ours
+from sao.generator.vllm_lora import adapter_request, check_adapter, engine_arguments
 from sao.generator.vllm_process import BACKEND, FOLDER_PREFIX, check_heads, devices_of, environment, import_vllm, text
 from sao.transport.weights import WeightsRef
 
@@ -78,8 +79,9 @@ class VllmEngine:
     threads: CPU threads of the vLLM process; ignored on a GPU.
     concurrency: most requests computed at once; further ones wait in vLLM's queue.
     seed: of requests that bring none.
-    vllm_args: further arguments of vLLM's `AsyncEngineArgs`, and `kv_after_update` (see the module). Those the engine
-        relies on are refused (`EngineError`).
+    vllm_args: further arguments of vLLM's `AsyncEngineArgs`, and `kv_after_update` (see the module) and `lora_rank`:
+        with it every update is an adapter (`vllm_lora`) on the base in `model_path`, which has version 0. Those the
+        engine relies on are refused (`EngineError`).
     index: which of several engines of one generator this is; each takes the GPUs behind those of the one before.
         None: it is alone and takes the first.
     call_timeout_s: deadline of each part of an update; start_timeout_s: deadline of the start.
@@ -114,6 +116,10 @@ class VllmEngine:
         if after not in ("recompute", "keep"):
             raise EngineError(f"generator.vllm_args.kv_after_update: {after!r}, expected 'recompute' or 'keep'")
         self._recompute = after == "recompute"
+        self._lora_rank = self._args.pop("lora_rank", None)
+        if self._lora_rank is not None and (type(self._lora_rank) is not int or self._lora_rank < 1):
+            raise EngineError(f"generator.vllm_args.lora_rank: {self._lora_rank!r}, expected an integer >= 1")
+        self._adapter: Any = None
         self._start_timeout_s, self._call_timeout_s = start_timeout_s, call_timeout_s
         self._llm: Any = None
         self._folder: Path | None = None
@@ -263,6 +269,7 @@ class VllmEngine:
                 if self._args.get("tensor_parallel_size", 1) == 1:
                     arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
             arguments |= self._args
+            arguments |= {} if self._lora_rank is None else engine_arguments(self._lora_rank)
             if arguments.get("enforce_eager"):
                 os.environ["TORCH_COMPILE_DISABLE"] = "1"  # else the sampler still compiles a kernel: 10 s on a CPU
             try:
@@ -335,7 +342,7 @@ class VllmEngine:
             skip_clone=True,
         )
         prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=f"version {self._version}")
-        return await self._llm.add_request(request.id, prompt, params)
+        return await self._llm.add_request(request.id, prompt, params, lora_request=self._adapter)
 
     def _completion(self, flight: _Flight, output: Any) -> Completion:
         request = flight.request
@@ -372,6 +379,8 @@ class VllmEngine:
             await self._stage(ref)
             staged = time.perf_counter()
             async with self._gate:
+                if self._lora_rank is not None and self._adapter is None and self._flights:
+                    raise WeightsError(f"adapter of version {ref.version}: requests of the base model are in flight")
                 self.update_s["gate"] = time.perf_counter() - staged
                 self._check_usable()
                 try:
@@ -387,6 +396,9 @@ class VllmEngine:
     async def _stage(self, ref: WeightsRef) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
+        if self._lora_rank is not None:
+            await asyncio.to_thread(check_adapter, ref, self._lora_rank)
+            return
         await self._call("update: start", self._llm.start_weight_update())
         try:
             update = {"version": ref.version, "path": ref.path, "fingerprint": ref.fingerprint}
@@ -401,10 +413,16 @@ class VllmEngine:
         llm = self._llm
         await self._call("update: pause", llm.pause_generation(mode="keep", clear_cache=self._recompute))
         bounds = await arrived(llm, [f.queue.request_id for f in self._flights.values() if f.queue is not None])
-        await self._call("update: load", llm.finish_weight_update(str(ref.version)))
-        report = await self._report()
-        if (report["version"], report["fingerprint"]) != (ref.version, ref.fingerprint):
-            raise EngineError(f"its process serves version {report['version']} ({report['fingerprint']})")
+        if self._lora_rank is None:
+            await self._call("update: load", llm.finish_weight_update(str(ref.version)))
+            report = await self._report()
+            if (report["version"], report["fingerprint"]) != (ref.version, ref.fingerprint):
+                raise EngineError(f"its process serves version {report['version']} ({report['fingerprint']})")
+        else:
+            if not await self._call("update: load", llm.add_lora(adapter_request(ref, replace=True))):
+                raise EngineError("vLLM did not take the adapter")
+            await self._call("update: version", llm.update_weight_version(str(ref.version)))
+            self._adapter = adapter_request(ref, replace=False)
         # With kept keys vLLM cannot drop the cache; then the namespace by version alone separates them.
         if self._recompute and not await self._call("update: cache", llm.reset_prefix_cache(True)):
             raise EngineError("the prefix cache could not be dropped")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from sao.broker.tasks import task_seed
 from sao.config import Config
@@ -13,7 +14,7 @@ from sao.errors import EnvironmentFailure
 from sao.generator.build import make_engine, make_summariser
 from sao.generator.compaction import Compactor
 from sao.generator.engine import Engine
-from sao.generator.episode import Task, run_episode
+from sao.generator.episode import Progress, Task, run_episode
 from sao.generator.render import Renderer
 from sao.generator.sampling import derive_seed
 from sao.runtime import preflight
@@ -69,12 +70,15 @@ async def _play_all(
     async def play(index: int) -> None:
         async with slots:
             task = Task(index, 0, task_seed(config.run.seed, "eval", index), "eval")
-            env = registry.make(config.env.name, **config.env.args)
+            env: Any = registry.make(config.env.name, **config.env.args)
             try:
                 async with asyncio.timeout(config.transport.rollout_timeout_s) as limit:
-                    trajectory = await run_episode(
-                        engine, env, renderer, task, config, sampling_seed=seed, compactor=compactor
-                    )
+                    if agents is not None:
+                        trajectory = await agents.play(env, task, sampling_seed=seed, progress=Progress())
+                    else:
+                        trajectory = await run_episode(
+                            engine, env, renderer, task, config, sampling_seed=seed, compactor=compactor
+                        )
             except TimeoutError:
                 if not limit.expired():
                     raise
@@ -86,15 +90,25 @@ async def _play_all(
             assert trajectory.reward is not None
             rewards.append(trajectory.reward)
 
+    first: Any = registry.make(config.env.name, **config.env.args)
+    agents = None
     try:
         for each in engines:
             await each.start(None)
+        if hasattr(first, "play"):
+            from sao.generator.agent_host import AgentHost  # only for agents: it serves HTTP
+
+            agents = AgentHost(config, engine, renderer, "eval")
+            await agents.start(first)
         async with asyncio.TaskGroup() as group:
             for index in range(config.eval.episodes):
                 group.create_task(play(index))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     finally:
+        await first.close()
+        if agents is not None:
+            await agents.close()
         for each in engines:
             await each.close()
     successes = sum(reward >= config.env.success_reward for reward in rewards)
