@@ -75,8 +75,6 @@ evidence: $(VENV)/.vllm
 	done
 	scripts/loom.sh
 	scripts/tsan.sh
-	scripts/fuzz.sh wire 3600
-	scripts/fuzz.sh ledger 3600
 	scripts/instructions.sh
 
 clean:

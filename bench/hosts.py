@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -58,6 +59,7 @@ def whole_run(folder: Path) -> dict[str, Any]:
             codes = run.wait()
             assert codes == {"broker": 0, "learner": 0, "g0": 0}, run.everything()
             steps, transfers = run.records("step"), pulled(run.log("g0"))
+            log = run.folder / "at-broker" / "r" / "logs" / "broker.log"
             assert [step["step"] for step in steps] == list(range(1, STEPS + 1)), run.everything()
             assert all(closes(step) for step in steps) and not run.leftovers()
         finally:
@@ -70,7 +72,7 @@ def whole_run(folder: Path) -> dict[str, Any]:
         "steps": STEPS,
         "seconds": round(time.monotonic() - begin, 1),
         "exit_codes": codes,
-        "joined": (run.folder / "at-broker/r/logs/broker.log").read_text().count("generator g0 incarnation"),
+        "generator_joined": len(re.findall(r"generator g0 incarnation \d+ joined", log.read_text())),
         "events": [record["text"] for record in run.records("event")],
         "versions_published": int(steps[-1]["step/version"]),
         "versions_pulled": len(transfers),
