@@ -1,7 +1,7 @@
 """An hour of fuzzing for each decoder that reads bytes from outside: `python bench/fuzz.py [TARGET]... [--seconds N]`.
 
 Targets: `wire` (trajectories) and `ledger` (its file) by libFuzzer (`scripts/fuzz.sh`), `frames` (messages between
-actors) by `scripts/fuzz_frames.py`. They run side by side at the lowest priority. results/fuzz.json keeps one row a
+actors) by `scripts/fuzz_frames.py`. They run side by side at a low priority. results/fuzz.json keeps one row a
 target: executions, seconds, seconds of CPU, crashes, corpus size, peak memory. Exit code 1 if anything crashed.
 """
 
@@ -29,7 +29,10 @@ COMMANDS = {
 }
 
 
-def fuzz(target: str, seconds: int, logs: Path) -> dict[str, Any]:
+SUMS = ("executions", "seconds", "cpu_seconds", "crashes")
+
+
+def fuzz(target: str, seconds: int, niceness: int, logs: Path) -> dict[str, Any]:
     """Runs one target and reads its closing statistics; what it printed stays in `logs`."""
     log = logs / f"{target}.log"
     begin = time.monotonic()
@@ -39,7 +42,7 @@ def fuzz(target: str, seconds: int, logs: Path) -> dict[str, Any]:
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,
-            preexec_fn=lambda: os.nice(19),
+            preexec_fn=lambda: os.nice(niceness),
         )
         _, status, usage = os.wait4(process.pid, 0)
     text = log.read_text(errors="replace")
@@ -63,6 +66,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(COMMANDS)}; default: all")
     parser.add_argument("--seconds", type=int, default=3600)
+    parser.add_argument("--nice", type=int, default=19, help="on top of this process's own")
+    parser.add_argument("--add", action="store_true", help="add to what the result file has, the corpus goes on, too")
     arguments = parser.parse_args()
     targets = arguments.targets or list(COMMANDS)
     if unknown := set(targets) - set(COMMANDS):
@@ -72,7 +77,7 @@ def main() -> int:
     found: dict[str, Any] = {}
 
     def run(target: str) -> None:
-        found[target] = fuzz(target, arguments.seconds, logs)
+        found[target] = fuzz(target, arguments.seconds, arguments.nice, logs)
 
     threads = [threading.Thread(target=run, args=(target,)) for target in targets]
     for thread in threads:
@@ -80,6 +85,8 @@ def main() -> int:
     for thread in threads:
         thread.join()
     kept = json.loads(RESULT.read_text())["targets"] if RESULT.exists() else {}
+    for target, row in found.items() if arguments.add else ():
+        row |= {name: round(row[name] + kept.get(target, {}).get(name, 0), 1) for name in SUMS}
     result = {"machine": machine(), "targets": dict(sorted({**kept, **found}.items()))}
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(found, indent=1))
