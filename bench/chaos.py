@@ -29,7 +29,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
         (folder / "model").mkdir()
-        chaos = Chaos(folder / "run", make_folder(folder / "model"), seed, events, steps=3 * events)
+        chaos = Chaos(folder / "run", make_folder(folder / "model"), seed, events, steps=6 * events)
         try:
             chaos.play(LIMIT_S)
             result = chaos.check()

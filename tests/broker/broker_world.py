@@ -68,6 +68,7 @@ class World:
         self.pushes: list[tuple[str, str, dict[str, Any]]] = []
         self.batches: list[dict[str, Any]] = []
         self.frames: list[tuple[Any, ...]] = []
+        self.frames_sent: list[tuple[Any, ...]] = []
         self.stopped_takes: list[str] = []
         self.received: dict[str, int] = {}
         self.n_takes = 0
@@ -79,8 +80,9 @@ class World:
 
     # the wire
 
-    def to_generator(self, name: str, kind: str, body: dict[str, Any]) -> None:
+    def to_generator(self, name: str, kind: str, body: dict[str, Any], frames: tuple[Any, ...] = ()) -> None:
         self.pushes.append((name, kind, body))
+        self.frames_sent += [frames] if frames else []
         if kind == "tasks":
             self.tasks.setdefault(name, []).extend(body["tasks"])
             self.received[name] = self.received.get(name, 0) + len(body["tasks"])

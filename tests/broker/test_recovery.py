@@ -1,0 +1,184 @@
+"""A broker's state that was killed goes on from its log and ledger: nothing lost, nothing twice, the books exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.broker.broker_world import BATCH, World, config, trajectory
+
+from sao import _core
+from sao.broker import recovery
+from sao.broker.memory import Memory, open_log
+from sao.broker.state import State
+from sao.trajectory import encode
+
+
+class Lives(World):
+    """A world whose broker is killed and started again; every turn ends with a commit."""
+
+    def __init__(self, folder: Path, **sections) -> None:
+        super().__init__(config(**sections), folder / "ledger.log")
+        self.folder = folder
+        self.again()
+
+    def again(self) -> None:
+        """SIGKILL and a new broker: what was not committed is gone."""
+        if hasattr(self, "memory"):
+            self.memory.log.close()
+            self.ledger.close()
+            self.ledger = _core.Ledger(str(self.folder / "ledger.log"))
+        self.memory = Memory(open_log(self.config, self.folder), self.ledger, goes_on=True)
+        self.state = State(self.config, self.ledger, self, self.now, None, self.memory)
+        self.tasks.clear()
+
+    def commit_turn(self) -> None:
+        self.memory.commit(recovery.note_of(self.state, 0))
+
+    def give(self, name: str, ordinal: int, attempt: int = 0, **facts) -> dict:
+        return self.state.trajectory(name, *encode(trajectory(ordinal, attempt, **facts)), self.now)
+
+    def step(self, lease: int, step: int, tokens: int) -> dict:
+        weights = {"version": step, "path": f"/w/{step}", "fingerprint": f"{step:032x}"}
+        body = {"lease": lease, "step": step, "version": step, "weights": weights}
+        return self.state.commit({**body, "trained_tokens": tokens, "masked_tokens": 0, "metrics": {}}, self.now)
+
+
+@pytest.fixture
+def lives(tmp_path):
+    return Lives(tmp_path)
+
+
+def test_ready_leased_and_running_outlive_the_broker(lives):
+    lives.join("g0", 8)
+    started = [task["ordinal"] for task in lives.tasks["g0"]]
+    for ordinal in started[:5]:
+        assert lives.give("g0", ordinal)["accepted"]
+    lives.state.take("t", BATCH, 0.0)
+    lease = lives.batches[-1]["lease"]
+    lives.commit_turn()
+    lives.again()
+    book = lives.state.book
+    assert (book.n_ready, book.n_leased, len(book.running)) == (1, 4, 3)
+    assert lives.give("g0", started[0])["reason"] == "duplicate"  # its answer was lost, the generator asks again
+    lives.state.generator_joined("g0", 1.0)
+    recovery.claim(lives.state, "g0", [[ordinal, 0] for ordinal in started[5:7]] + [[99, 0]], 1.0)
+    assert lives.pushed("cancel", "g0") == [{"ordinal": 99, "attempt": 0}]
+    assert (
+        sorted(book.running) == started[5:7] and book.n_queued == 1
+    )  # the push of the last one was lost with the broker
+    lives.step(lease, 1, 4 * 5)
+    lives.commit_turn()
+    lives.again()
+    assert (lives.state.step, lives.state.versions.current, lives.state.shown["step"]) == (1, 1, 1)
+    assert lives.step(lease, 1, 4 * 5) == {"version": 1, "step": 1}  # the learner asks again
+    lives.ledger.check()
+    assert lives.ledger.tokens()["sampled"] == 25 and not any(lives.ledger.tokens()["dropped"].values())
+
+
+def test_a_batch_whose_answer_was_lost_goes_out_again(lives):
+    lives.join("g0", 8)
+    for task in lives.tasks["g0"][:4]:
+        lives.give("g0", task["ordinal"])
+    lives.state.take("t", BATCH, 0.0)
+    lives.commit_turn()
+    lives.again()
+    lives.state.take("t", BATCH, 1.0)
+    first, second = lives.batches
+    assert first["ordinals"] == second["ordinals"] and first["lease"] != second["lease"]
+
+
+def test_a_damaged_record_is_named_and_its_task_is_played_again(lives, tmp_path):
+    lives.join("g0", 8)
+    ordinals = [task["ordinal"] for task in lives.tasks["g0"]]
+    for ordinal in ordinals[:3]:
+        lives.give("g0", ordinal)
+    lives.commit_turn()
+    path = min((tmp_path / "wal").iterdir())
+    data = bytearray(path.read_bytes())
+    place = data.find(encode(trajectory(ordinals[1]))[0][:20], len(data) // 4)
+    data[place + 30] ^= 1
+    path.write_bytes(data)
+    lives.again()
+    texts = [body["text"] for body in lives.pushed("event")]
+    assert any(f"{path} byte" in text and "is damaged" in text for text in texts)
+    assert lives.state.book.n_ready == 2 and lives.state.book.n_queued == 1
+    lives.ledger.check()
+    assert lives.ledger.tokens()["dropped"] == {"log_damaged": 5}
+
+
+def test_what_the_log_has_and_the_ledger_has_not_is_brought_in_line(lives):
+    lives.join("g0", 8)
+    lives.commit_turn()
+    ordinal = lives.tasks["g0"][0]["ordinal"]
+    lives.give("g0", ordinal)
+    lives.memory.log.flush()  # killed between the two writes
+    left = (lives.folder / "ledger.log").read_bytes()
+    lives.memory.log.close()
+    lives.ledger.close()
+    (lives.folder / "ledger.log").write_bytes(left)
+    lives.ledger = _core.Ledger(str(lives.folder / "ledger.log"))
+    assert lives.ledger.state(ordinal) == "generating"
+    lives.memory = Memory(open_log(lives.config, lives.folder), lives.ledger, goes_on=True)
+    lives.state = State(lives.config, lives.ledger, lives, 1.0, None, lives.memory)
+    assert lives.state.book.live[ordinal].state == "ready" and lives.ledger.state(ordinal) == "ready"
+    assert lives.give("g0", ordinal)["reason"] == "duplicate"
+    assert lives.ledger.tokens()["sampled"] == 5
+
+
+def turn(state: State, task: dict, part: int, tokens: int = 4, version: int = 0) -> None:
+    body = {"ordinal": task["ordinal"], "attempt": task["attempt"], "part": part, "tokens": tokens, "version": version}
+    recovery.turn(state, body, b"h%d" % part, b"p" * 10)
+
+
+def test_a_lost_rollout_goes_on_after_its_turns_also_when_the_broker_dies_too(lives):
+    lives.join("g0", 1)
+    (task,) = lives.tasks["g0"]
+    for part in (0, 1, 3):  # one that does not follow is left out
+        turn(lives.state, task, part)
+    lives.commit_turn()
+    lives.again()
+    lives.join("g1", 0)
+    lives.state.told_left("g0", 1.0)
+    lives.slots("g1", 1)
+    (again,) = lives.tasks["g1"]
+    assert again == {**task, "attempt": 1, "turns": 2} and lives.frames_sent[-1] == (b"h0", b"p" * 10, b"h1", b"p" * 10)
+    turn(lives.state, again, 2)
+    assert lives.state.book.memory.prefix_tokens(task["ordinal"]) == 12
+    recovery.diverged(lives.state, {**again, "sampled_tokens": 12})
+    assert lives.ledger.tokens()["dropped"] == {"generator_lost": 0, "diverged": 12}
+    lives.commit_turn()
+    lives.again()
+    assert not lives.state.book.memory.prefixes
+    lives.ledger.check()
+
+
+def test_turns_are_bounded_in_bytes(lives):
+    lives.memory._prefix_limit = 30
+    lives.join("g0", 3)
+    first, second, _ = lives.tasks["g0"]
+    turn(lives.state, first, 0)
+    turn(lives.state, second, 0)
+    turn(lives.state, first, 1)  # no room: this rollout would begin anew
+    assert set(lives.memory.prefixes) == {second["ordinal"]} and lives.memory.prefix_bytes == 12
+    lives.give("g0", second["ordinal"])
+    assert not lives.memory.prefixes and lives.memory.prefix_bytes == 0
+
+
+def test_the_log_of_a_long_run_stays_small_and_answers_stay_known(tmp_path):
+    lives = Lives(tmp_path, run={"steps": 1000})
+    lives.memory.log._segment_bytes = 20_000
+    lives.join("g0", 4)
+    largest = 0
+    for step in range(1, 400):
+        for task in list(lives.tasks["g0"])[-4:]:
+            lives.give("g0", task["ordinal"], version=step - 1)
+        lives.state.take(step, BATCH, 0.0)
+        lives.step(lives.batches[-1]["lease"], step, 20)
+        lives.slots("g0", 4)
+        lives.commit_turn()
+        largest = max(largest, lives.memory.log.n_bytes)
+    assert largest < 100_000 and lives.memory.log.n_segments < 6
+    lives.again()
+    assert (lives.state.step, lives.state.versions.current) == (399, 399)
+    assert lives.give("g0", 4 * 390)["reason"] == "duplicate"
