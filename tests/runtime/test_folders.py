@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -88,6 +89,38 @@ def test_the_folder_of_a_running_run_is_never_overwritten(tmp_path):
     make_run(folder)
     with pytest.raises(ConfigError, match=f"is in use by process {os.getpid()}"):
         make_run(folder, overwrite=True)
+
+
+@pytest.mark.parametrize("how", ["same folder", "new folder"])
+def test_of_two_starts_that_overwrite_at_once_the_second_leaves_the_first_alone(tmp_path, monkeypatch, how):
+    """Both have found nothing wrong with the old folder; the first has begun its run before the second has the lock."""
+    folder = tmp_path / "r"
+    make_run(folder)
+    folders.disown(folder)
+    hold = folders.hold
+
+    def wait(path: Path, *rest: object) -> int:
+        lock = hold(path, *rest)
+        monkeypatch.setattr(folders, "hold", hold)
+        if how == "new folder":
+            shutil.rmtree(path)
+            (path / "logs").mkdir(parents=True)
+        folders.own(path)
+        (path / "metrics.jsonl").write_text("of the first")
+        return lock
+
+    monkeypatch.setattr(folders, "hold", wait)
+    with pytest.raises(ConfigError, match="is in use"):
+        make_run(folder, overwrite=True)
+    assert (folder / "metrics.jsonl").read_text() == "of the first"
+
+
+def test_of_two_starts_that_make_a_folder_at_once_the_second_is_refused(tmp_path, monkeypatch):
+    folder = tmp_path / "r"
+    make_run(folder)
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # as it was when the second looked
+    with pytest.raises(ConfigError, match="is in use"):
+        folders.make_run_folder(folder, overwrite=False)
 
 
 def test_a_folder_that_holds_something_else_is_never_emptied(tmp_path):

@@ -61,9 +61,20 @@ def make_run_folder(folder: Path, *, overwrite: bool) -> None:
     if fault:
         raise ConfigError(fault)
     if folder.exists():
-        os.close(hold(folder))
-        shutil.rmtree(folder)
-    (folder / "logs").mkdir(parents=True)
+        lock = hold(folder)
+        try:  # another start may have had it meanwhile, emptied it and made its own in its place
+            replaced = not os.path.samestat(os.fstat(lock), folder.stat()) if folder.exists() else False
+            fault = run_folder_fault(folder, overwrite=overwrite)
+            if replaced or fault:
+                raise ConfigError(fault or f"run.name: {folder} is in use: another start has just made it")
+            if folder.exists():
+                shutil.rmtree(folder)
+        finally:
+            os.close(lock)
+    try:
+        (folder / "logs").mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(f"run.name: {folder} is in use: another start has just made it") from None
     own(folder)
 
 
