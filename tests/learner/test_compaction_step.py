@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from learner.rollouts import make_config, make_segment, make_trajectory
 from learner.test_step import state
 
@@ -75,11 +76,15 @@ def test_nothing_but_summaries_left_is_refused_or_takes_no_part(tiny_model):
     rng = np.random.default_rng(0)
     only = make_trajectory(rng, [make_segment(rng, [(3, 2)], kind="summary")], reward=1.0)
     learner = Learner(make_config(tiny_model, compaction__train_summaries=False))
-    try:
-        result = learner.step([only, *compacted_batch()])
-    except ValidationError:
-        return
+    result = learner.step([only, *compacted_batch()])
     assert result.trained_tokens + result.masked_tokens == 2 + sum(t.n_actions for t in compacted_batch())
+    before = {name: tensor.clone() for name, tensor in learner.policy.named_parameters()}
+    with pytest.raises(ValidationError, match="no action token that is trained"):
+        learner.step([only])
+    rewarded = [make_segment(rng, [(3, 2)]), make_segment(rng, [(3, 2)], kind="summary")]
+    with pytest.raises(ValidationError, match=r"turn reward 0\.5 is on segment 1"):
+        learner.step([make_trajectory(rng, rewarded, reward=1.0, turn_rewards=((1, 4, 0.5),))])
+    assert learner.steps == 1 and all(torch.equal(before[name], t) for name, t in learner.policy.named_parameters())
 
 
 def recut(rng: np.random.Generator, trajectory: Trajectory, share: float) -> Trajectory:

@@ -196,6 +196,17 @@ def test_token_mixers_of_other_kinds_are_found():
     assert freeze_attention(module) == sorted(f"{name}.{part}" for name in kinds for part in ("weight", "bias"))
 
 
+@pytest.mark.parametrize("kind", ["NemotronHMLP", "NemotronHMoE", "FooExperts"])
+def test_feed_forward_layers_that_are_named_mixer_are_trained(kind):
+    """Some hybrids have one layer a block and call it `mixer`, whatever it is."""
+    module = torch.nn.Module()
+    for name, layer in (("0", "FooMamba2Mixer"), ("1", kind)):
+        block = torch.nn.Module()
+        block.add_module("mixer", type(layer, (torch.nn.Linear,), {})(2, 2))
+        module.add_module(name, block)
+    assert freeze_attention(module) == ["0.mixer.bias", "0.mixer.weight"]
+
+
 def test_the_critic_starts_as_the_policy_with_a_zero_head(tiny_model):
     critic = load_critic(make_config(tiny_model, model__dtype="float32"), ALONE)
     policy = load_policy(make_config(tiny_model, model__dtype="float32"), ALONE)

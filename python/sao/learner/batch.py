@@ -108,7 +108,8 @@ def flatten(trajectories: Sequence[Trajectory], version: int, *, summaries: bool
     """Lays trajectories out flat; `version` is the policy version that the coming update will replace.
 
     Without `summaries` (an ablation) summary segments are left out of everything but `sampled_tokens`.
-    Raises `ValidationError` for an empty batch, a failed trajectory (it has no reward) or a token from a later version.
+    Raises `ValidationError` for an empty batch, a failed trajectory (it has no reward), a token from a later version,
+    a turn reward on a row that is left out, or when no row with action tokens is kept.
     """
     if not trajectories:
         raise ValidationError("batch: no trajectories")
@@ -122,6 +123,13 @@ def flatten(trajectories: Sequence[Trajectory], version: int, *, summaries: bool
         for t in trajectories
     ]
     segments = [t.segments[index] for t, indices in zip(trajectories, kept, strict=True) for index in indices]
+    if not any(segment.n_actions for segment in segments):
+        raise ValidationError("batch: no action token that is trained: all are in summaries, which are left out")
+    for trajectory, indices in zip(trajectories, kept, strict=True):
+        if lost := next((reward for reward in trajectory.turn_rewards if reward[0] not in indices), None):
+            raise ValidationError(
+                f"trajectory {trajectory.id.hex()}: turn reward {lost[2]} is on segment {lost[0]}, a summary: left out"
+            )
     lengths = np.array([segment.n_tokens for segment in segments], dtype=np.int64)
     segment_offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     counts = np.array([len(indices) for indices in kept], dtype=np.int64)

@@ -29,6 +29,7 @@ CRITIC_FILE = "critic.safetensors"
 
 # A token mixer, by the last part of its module name or by its class; norms that are only named after one are not.
 _MIXER_NAME = re.compile(r"(^|_)(attn|attention|mamba|linear_attn|token_mixer|mixer)$")
+_FEED_FORWARD_CLASS = re.compile(r"(MLP|Mlp|MoE|MOE|Moe|Experts|FeedForward)$")  # `mixer` is their name in some hybrids
 _MIXER_CLASS = re.compile(r"(Attention|Attn|Mixer|DeltaNet|ShortConv)(2D|Block)?$")
 
 
@@ -149,7 +150,9 @@ def freeze_attention(backbone: nn.Module) -> list[str]:
     """
     frozen = []
     for name, module in backbone.named_modules():
-        if _MIXER_NAME.search(name.rpartition(".")[2]) or _MIXER_CLASS.search(type(module).__name__):
+        kind = type(module).__name__
+        named = _MIXER_NAME.search(name.rpartition(".")[2]) and not _FEED_FORWARD_CLASS.search(kind)
+        if named or _MIXER_CLASS.search(kind):
             for inner, parameter in module.named_parameters():
                 parameter.requires_grad_(False)
                 frozen.append(f"{name}.{inner}")
