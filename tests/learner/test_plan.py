@@ -2,11 +2,16 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from learner.rollouts import make_config, make_segment, make_trajectory
 
+from sao.errors import LearnerError
 from sao.learner import plan as planning
 from sao.learner.plan import plan_segments
+from sao.learner.step import Learner
+from sao.learner.world import World
 
 TINY, LARGE = 400.0, 24576.0
 
@@ -94,3 +99,23 @@ def test_the_cheapest_number_of_classes_is_taken(monkeypatch):
         positions, pairs = positions_and_pairs(lengths, plan, 1)
         costs[count] = TINY * (positions + planning.OVERHEAD_TOKENS * plan.n_micro_batches) + pairs
     assert sorted(costs.values(), reverse=True) == list(costs.values()) and costs[1] > 1.2 * costs[planning.CLASSES]
+
+
+def test_what_ranks_compare_depends_on_the_plan_and_on_the_batch(tiny_model):
+    """Either alone is not enough: ranks may have the same batch and lay it out differently, or the other way round."""
+
+    class Watched(World):
+        def agree(self, what: str, number: int) -> None:
+            raise LearnerError(f"{what}: {number}")
+
+    def number(batch, **values):
+        learner = Learner(make_config(tiny_model, **values), Watched(0, 1, torch.device("cpu")))
+        with pytest.raises(LearnerError, match="batch and plan") as error:
+            learner.step(batch)
+        return str(error.value)
+
+    rng = np.random.default_rng(0)
+    segments = [make_segment(rng, [(5, 5)]) for _ in range(8)]
+    batch, other = ([make_trajectory(rng, [s], reward=reward) for s in segments] for reward in (0.0, 1.0))
+    assert number(batch) == number(batch)
+    assert len({number(batch), number(other), number(batch, learner__rows_per_micro_batch=1)}) == 3
