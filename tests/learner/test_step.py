@@ -385,6 +385,25 @@ def test_truncation_is_bootstrapped_when_asked(tiny_model):
     assert targets["truncated"] == pytest.approx((0.25 + 0.5 - 0.5, 0.25**2))
 
 
+@pytest.mark.parametrize("trailing", [0, 2])
+def test_the_bootstrap_is_the_value_behind_the_rollouts_own_last_token(tiny_model, trailing):
+    """Not of the state before the last action, nor of the next rollout's first; an observation at the end is seen."""
+    rng = np.random.default_rng(0)
+    kinds = ("truncated", "finished", "truncated")
+    batch = [make_trajectory(rng, [make_segment(rng, [(4, 3), (trailing, 0)])], reward=0.25, kind=k) for k in kinds]
+    settings = {"algorithm__bootstrap_truncated": True, "algorithm__lambda_policy": 1.0}
+    learner = Learner(make_config(tiny_model, telemetry__keep_trajectories=1, **settings))
+    critic = learner.critic
+    with torch.no_grad():
+        critic.head.weight.normal_(generator=torch.Generator().manual_seed(0))
+        alone = [torch.from_numpy(t.segments[0].token_ids.astype("int64"))[None] for t in batch]
+        last = [critic.head(critic.backbone(input_ids=ids).last_hidden_state[0, -1]).item() for ids in alone]
+    arrays = learner.step(batch).arrays
+    after = np.repeat([v if kind == "truncated" else 0.0 for v, kind in zip(last, kinds, strict=True)], 7 + trailing)
+    mask = np.concatenate([t.segments[0].action_mask for t in batch])
+    assert arrays["advantages"][mask] == pytest.approx((0.25 + after - arrays["values"])[mask], abs=1e-5)
+
+
 def test_naive_advantages_read_values_at_observations(tiny_model):
     rng = np.random.default_rng(0)
     batch = [make_trajectory(rng, [make_segment(rng, [(3, 2), (4, 2)])], reward=1.0)]
