@@ -71,6 +71,18 @@ def test_turn_rewards_find_their_place_when_rows_are_left_out():
     assert part.sampled_tokens == whole.sampled_tokens == whole.action_mask.sum()
 
 
+@pytest.mark.parametrize("lambda_critic", [1.0, 1.0 - 1e-9], ids=["returns", "values first"])
+def test_turn_rewards_reach_the_targets_of_their_own_segment(tiny_model, lambda_critic):
+    rng = np.random.default_rng(0)
+    segments = [make_segment(rng, [(3, 2), (2, 2)]), make_segment(rng, [(4, 3)])]
+    batch = [make_trajectory(rng, segments, reward=1.0, turn_rewards=((0, 4, 0.5), (1, 6, 0.25)))]
+    batch.insert(0, make_trajectory(rng, [make_segment(rng, [(2, 2)])], reward=0.0))
+    settings = {"telemetry__keep_trajectories": 1, "algorithm__lambda_critic": lambda_critic}
+    arrays = Learner(make_config(tiny_model, **settings)).step(batch).arrays
+    mask = np.concatenate([segment.action_mask for trajectory in batch for segment in trajectory.segments])
+    assert arrays["targets"][mask] == pytest.approx([0, 0, 1.5, 1.5, 1, 1, 1.25, 1.25, 1.25], abs=1e-6)
+
+
 def test_nothing_but_summaries_left_is_refused_or_takes_no_part(tiny_model):
     """A rollout of which every row is left out cannot come from a generator; it must not bring a step down."""
     rng = np.random.default_rng(0)
