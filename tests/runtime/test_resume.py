@@ -17,7 +17,9 @@ from sao.cli import app
 from sao.config import Config
 from sao.errors import CheckpointError, ConfigError, LedgerError
 from sao.runtime import folders, launch, preflight, resume, train
+from sao.runtime import replay as replaying
 from sao.runtime.supervisor import Supervisor
+from sao.telemetry.recording import write_step
 from sao.telemetry.sinks import JsonLines, read, record, surviving
 
 BATCH = 2
@@ -289,3 +291,32 @@ def test_what_is_missing_for_a_replay_is_said(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     none = CliRunner().invoke(app, ["replay", str(tmp_path), "3"])
     assert none.exit_code == 2 and "none is recorded: set telemetry.keep_trajectories" in none.output
+
+
+@pytest.mark.parametrize(
+    ("override", "fault"),
+    [
+        ("learner.ranks=2", "needs a checkpoint after step 1: .* learner.ranks = 1, it with 2"),
+        ("run.steps=9", "needs a checkpoint after step 1: .* run.steps = 6, it with 9"),
+        ("learner.checkpoints_kept=5", None),
+        ("generator.concurrency=3", None),
+    ],
+)
+def test_steps_of_other_settings_are_not_replayed_together(run, monkeypatch, override, fault):
+    """The first step was made before a resume with an override, the second after it; no checkpoint lies between."""
+    before = changed(run, 'learner.lr_decay="linear"')
+    with ledger_of(run) as ledger:
+        for number, config in enumerate((before, changed(before, override)), 1):
+            step(run, ledger, number)
+            tasks = [[2 * number - 2, 0], [2 * number - 1, 0]]
+            meta = {"config": config.model_dump(mode="json"), "tasks": tasks, "metrics": {}}
+            write_step(run.folder / "trajectories", number, [], {}, meta)
+    ran = []
+    same = {"step": 2, "losses": {}, "different": {}, "metrics": 0, "arrays": 0, "weights": False}
+    monkeypatch.setattr(replaying, "_run", lambda *arguments: ran.append(arguments) or [same])
+    if fault is None:
+        assert replaying.replay(run.folder, 2)[1] and len(ran) == 1
+        return
+    with pytest.raises(ConfigError, match=fault):
+        replaying.replay(run.folder, 2)
+    assert not ran

@@ -19,6 +19,8 @@ from sao.runtime import launch
 from sao.telemetry.recording import read_step, recorded_steps, step_path
 
 LIMIT_S = 3600.0
+_DECIDE = ("model", "algorithm", "compaction", "learner", "staleness")
+_DECIDE_NOTHING = ("save_every_steps", "checkpoints_kept", "max_skipped_in_a_row", "stale", "discipline")
 
 
 def replay(run_folder: Path, step: int) -> tuple[str, bool]:
@@ -31,6 +33,7 @@ def replay(run_folder: Path, step: int) -> tuple[str, bool]:
     paths = [step_path(run_folder / "trajectories", number) for number in range(first, step + 1)]
     metas = [read_step(path).meta for path in paths]
     _check_line(run_folder, first, metas)
+    _check_settings(first, metas)
     config = parse(metas[-1]["config"], source=str(paths[-1]))
     if not Path(config.model.path).is_dir():
         raise ConfigError(f"model.path: {config.model.path} is not here; run this where the run was started")
@@ -70,6 +73,30 @@ def _check_line(run_folder: Path, first: int, metas: list[dict[str, Any]]) -> No
             raise ConfigError(
                 f"the record of step {step} is of steps that were lost at a resume; it was not made again"
             )
+
+
+def _check_settings(first: int, metas: list[dict[str, Any]]) -> None:
+    """Steps before a resume with other settings cannot be made again together with those after it."""
+    wanted = _settings(metas[-1]["config"])
+    for step, meta in reversed(list(enumerate(metas, first))):
+        settings = _settings(meta["config"])
+        if other := sorted(name for name in wanted.keys() | settings.keys() if wanted.get(name) != settings.get(name)):
+            name = other[0]
+            raise ConfigError(
+                f"step {first + len(metas) - 1} needs a checkpoint after step {step}: steps up to there were made with"
+                f" {name} = {settings.get(name)!r}, it with {wanted.get(name)!r}"
+            )
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """What decides the bits of a step."""
+    linear = config["learner"]["lr_decay"] == "linear"
+    return {
+        f"{section}.{key}": value
+        for section, values in config.items()
+        for key, value in values.items()
+        if (section in _DECIDE and key not in _DECIDE_NOTHING) or (linear and (section, key) == ("run", "steps"))
+    }
 
 
 def _run(config: Config, paths: list[Path], checkpoint: Checkpoint | None) -> list[dict[str, Any]]:
