@@ -238,3 +238,25 @@ def test_ordinals_are_a_set_of_runs(numbers):
 def test_other_runs_are_refused(runs):
     with pytest.raises(CheckpointError, match="no runs of ordinals"):
         Ordinals(runs)
+
+
+def test_of_a_checkpoint_that_was_moved_and_linked_only_the_link_is_removed(tmp_path):
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    saved(folder, 1).rename(elsewhere)
+    (folder / "step-1").symlink_to(elsewhere)
+    assert newest(folder)[0].step == 1
+    saved(folder, 2, kept=1)
+    assert [path.name for path in folder.iterdir()] == ["step-2"] and verify(elsewhere).step == 1
+    (folder / ".step-3.part").symlink_to(elsewhere)
+    assert len(tidy(folder)) == 1 and [path.name for path in folder.iterdir()] == ["step-2"]
+
+
+@pytest.mark.parametrize("wrong", [{"files": None}, {"step": "1"}, {"version": None}])
+def test_a_manifest_of_other_kinds_is_ignored(tmp_path, wrong):
+    """Its own checksum is right: another program wrote it."""
+    manifest = json.loads((saved(tmp_path, 1) / "manifest.json").read_text()) | wrong
+    del manifest["digest"]
+    manifest["digest"] = checkpoints._manifest_digest(manifest)
+    (tmp_path / "step-1" / "manifest.json").write_text(json.dumps(manifest))
+    found, ((_, reason),) = newest(tmp_path)
+    assert found is None and "not what sao-checkpoint-1 has" in reason

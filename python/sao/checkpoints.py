@@ -149,7 +149,10 @@ def read(path: Path) -> Checkpoint:
         raise CheckpointError(f"{file}: not a manifest of format {FORMAT}")
     if manifest.pop("digest", None) != _manifest_digest(manifest):
         raise CheckpointError(f"{file}: its own checksum is wrong")
-    return Checkpoint(path, manifest["step"], manifest["version"], manifest)
+    step, version, files = (manifest.get(name) for name in ("step", "version", "files"))
+    if type(step) is not int or type(version) is not int or not isinstance(files, dict):
+        raise CheckpointError(f"{file}: step {step!r}, version {version!r} or files: not what {FORMAT} has")
+    return Checkpoint(path, step, version, manifest)
 
 
 def verify(path: Path) -> Checkpoint:
@@ -208,7 +211,7 @@ def tidy(checkpoints: Path) -> list[str]:
             path.rename(checkpoints / name)
             found.append(f"{checkpoints / name}: its replacement was cut off; the earlier one is kept")
         else:
-            shutil.rmtree(path, ignore_errors=True)
+            _discard(path)
             if match[1] == "part":
                 found.append(f"{checkpoints / name}: its save was cut off; what there was of it is removed")
     return found
@@ -217,7 +220,7 @@ def tidy(checkpoints: Path) -> list[str]:
 def set_aside(path: Path) -> Path:
     """Renames a checkpoint that is ignored, so that its step can be saved again; returns the new path."""
     aside = path.with_name(f"ignored-{path.name}")
-    shutil.rmtree(aside, ignore_errors=True)
+    _discard(aside)
     path.rename(aside)
     return aside
 
@@ -235,9 +238,17 @@ def _found(checkpoints: Path) -> list[tuple[int, Path]]:
 def _remove(path: Path) -> None:
     """Takes the folder's name away first, so that half of it is never seen."""
     hidden = path.with_name(f".{path.name}.gone")
-    shutil.rmtree(hidden, ignore_errors=True)
+    _discard(hidden)
     path.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+    _discard(hidden)
+
+
+def _discard(path: Path) -> None:
+    """Removes a folder; of a link to one that was moved to another disk, the link alone."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _digest(path: Path, *, sync: bool = False) -> str:
