@@ -109,6 +109,7 @@ def test_every_tensor_and_counter_comes_back(make, tmp_path):
         "rng",
     }
     assert [getattr(other, name) for name in Learner.NUMBERS] == [getattr(learner, name) for name in Learner.NUMBERS]
+    assert (other.steps, other.version, other.skipped_total, other._skipped_in_a_row) == (3, 2, 5, 2)
     groups = [group["lr"] for optimizer in other.optimizers.values() for group in optimizer.adam.param_groups]
     wanted = [group["lr"] for optimizer in learner.optimizers.values() for group in optimizer.adam.param_groups]
     for optimizer in (*learner.optimizers.values(), *other.optimizers.values()):
