@@ -145,7 +145,9 @@ def configured(path: Path, trouble: str = "", **sections: dict[str, Any]) -> Con
 
 
 @contextmanager
-def running(broker: Broker, config: Config, engine: Any, ready: bool = True) -> Iterator[Generator]:
+def running(
+    broker: Broker, config: Config, engine: Any, ready: bool = True, summariser: Any = None
+) -> Iterator[Generator]:
     """A generator in a thread of its own; what ends it is raised at the end."""
     renderer = Renderer(config.model.path)
 
@@ -160,7 +162,7 @@ def running(broker: Broker, config: Config, engine: Any, ready: bool = True) -> 
     begun = threading.Event()
 
     async def main() -> None:
-        made.append(Generator(config, engine, renderer, connect, 5))
+        made.append(Generator(config, engine, renderer, connect, 5, summariser))
         begun.set()
         await made[0].run()
 

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 from generator.compacting import Talk, configured
-from generator.test_actor import FAST, Broker, broker
+from generator.test_actor import FAST, Broker, broker, running
 from tiny_model import make_folder
 
 from sao.config import Config, parse
-from sao.errors import ConfigError
+from sao.errors import ConfigError, EngineError
 from sao.generator import actor
+from sao.generator.engine import Request
+from sao.generator.scripted_engine import Reply, ScriptedEngine
 from sao.generator.torch_engine import TorchEngine
 from sao.runtime.evaluate import evaluate
 
@@ -65,6 +67,27 @@ def test_a_generator_with_a_fixed_summariser(
         assert trajectory.metadata["compactions"] >= 1 and len(trajectory.fingerprints) == 1
         assert trajectory.metadata["compaction_summariser"] == str(other)
     assert not thread.is_alive() and policy._closed and summariser._closed
+
+
+@pytest.mark.parametrize("good", [0, 1], ids=["from the start", "later"])
+def test_a_summariser_that_is_broken_for_good_ends_the_generator_not_the_run(
+    tiny_model: Path, tmp_path: Path, broker: Broker, good: int
+) -> None:
+    """Otherwise every rollout would fail as soon as it compacts, in an environment that is not to blame."""
+
+    def broken(request: Request, number: int) -> Reply:
+        return Reply([20], stop_reason="length") if number < good else Reply([], error=EngineError("engine: gone"))
+
+    config = setting(tiny_model, tmp_path, summariser=str(tiny_model))
+    policy, summariser = ScriptedEngine(), ScriptedEngine(broken)
+    with (
+        pytest.raises(EngineError, match="engine: gone"),
+        running(broker, config, policy, ready=bool(good), summariser=summariser),
+    ):
+        if good:
+            broker.tasks(1, 2)
+            broker.wait(lambda: broker.left or broker.all("failure"))
+    assert not broker.all("failure") and bool(broker.all("slots")) == bool(good)
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["policy", "fixed"])

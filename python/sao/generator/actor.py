@@ -152,18 +152,25 @@ class Generator:
         self._stopped.set()
 
     async def check_engine(self) -> None:
-        """Asks for one token; it must come with its id, log-prob and version. Raises `EngineError`."""
+        """Asks the engine, and the fixed summariser's, for one token; it must come with its id, log-prob and version.
+
+        Raises `EngineError`.
+        """
+        for engine in filter(None, (self.engine, self._summariser)):
+            await self._check(engine)
+
+    async def _check(self, engine: Engine) -> None:
         ids = self.renderer.stop_token_ids[:1]
         name = f"check-{time.monotonic_ns()}"
         request = Request(name, name, np.asarray(ids, np.int32), 1, 1.0, (), 0)
         try:
-            completion = await asyncio.wait_for(self.engine.generate(request), _FIRST_TOKEN_S)
+            completion = await asyncio.wait_for(engine.generate(request), _FIRST_TOKEN_S)
         except TimeoutError:
             raise EngineError(f"engine: no token within {_FIRST_TOKEN_S:g} s") from None
         check_completion(request, completion)
         if completion.token_ids.size != 1:
             raise EngineError(f"no_token_capture: {completion.token_ids.size} tokens, one was asked for")
-        await self.engine.release(name)
+        await engine.release(name)
 
     async def _check_environment(self) -> Any:
         """A wrong `[env]` is found before anything is played. Raises `ConfigError`."""
