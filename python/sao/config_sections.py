@@ -114,7 +114,10 @@ class GeneratorSection(Section):
     agents_bind: str = Field(
         "127.0.0.1:0", pattern=r"^.+:\d+$", description="HOST:PORT of the endpoint for agents; port 0: any free one"
     )
-    vllm_args: dict[str, Any] = Field(default_factory=dict, description="passed to vLLM's engine arguments as they are")
+    vllm_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="passed to vLLM's engine arguments; kv_after_update, lora_rank: see `docs/explanation/vllm.md`",
+    )
 
 
 class AlgorithmSection(Section):

@@ -67,6 +67,22 @@ def test_every_token_is_of_the_version_that_it_names(served: Served, monkeypatch
     assert sum(causes[name] for name in causes if name != "whole") <= causes["whole"] * 1.01
 
 
+def test_with_kept_keys_requests_go_on_and_new_ones_see_no_old_key(served: Served, monkeypatch: pytest.MonkeyPatch):
+    """Behind an update in flight no single version gives the log-probs; before it, and in later requests, one does."""
+    monkeypatch.setattr(served.engine, "_recompute", False)
+    first = served.engine.version + 1
+    live = served.live(seed=99)
+    served.runner.run(live.play(range(first, first + 4), 0.1))
+    assert served.engine.facts["kv_after_update"] == "keep"
+    assert {completion.stop_reason for _, completion in live.done} == {"length"}  # none was aborted
+    checked = live.check(first_spans=True)
+    assert checked["requests_over_several_versions"] >= 3, checked
+    # The same prompts again: their keys of older versions are still in the cache, under another name space.
+    later = served.live(seed=100)
+    served.runner.run(later.again([request for request, _ in live.done[:8]]))
+    assert later.check()["versions"] == 1
+
+
 def test_load_is_reported_while_there_is_any(served: Served) -> None:
     async def watch() -> list[Any]:
         live, seen = served.live(workers=8), []
