@@ -65,7 +65,7 @@ class Watch:
             self.trouble = f"the handshake fails: what listens there has another key than {keys.folder} says"
         elif kind in (zmq.Event.HANDSHAKE_FAILED_NO_DETAIL, zmq.Event.HANDSHAKE_FAILED_PROTOCOL):
             self._faulty = True
-            self.trouble = "what listens there does not speak this protocol"
+            self.trouble = "the handshake fails: what listens there needs keys, or does not speak this protocol"
         elif kind == zmq.Event.CONNECT_RETRIED and not self._found:
             self.trouble = "nothing can be reached there"
         elif kind == zmq.Event.DISCONNECTED and not self.trouble:
