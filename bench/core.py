@@ -63,6 +63,8 @@ def queues(quick: bool) -> Iterator[Row]:
 
         put = lambda c=core: c.put(b"h", b"p", min_version=0)  # noqa: E731
         yield hand_over("sao", put, take)
+        yield hand_over("sao, references", lambda c=core: c.put_object(b"p"), lambda c=core: len(c.drain(1)))  # type: ignore[misc]
+        yield hand_over("sao, references by 64", lambda c=core: c.put_object(b"p"), lambda c=core: len(c.drain(64)))  # type: ignore[misc]
         yield hand_over("sao, taken by 64", put, lambda c=core: take(c, 64) if len(c) >= 64 else take(c))  # type: ignore[misc]
 
 
@@ -173,6 +175,8 @@ def processes(quick: bool) -> Iterator[Row]:
             import faster_fifo
 
             makers["faster-fifo"] = lambda size=size: faster_fifo.Queue(max_size_bytes=20 * (size + 1000))
+        if find_spec("echo") and find_spec("optree"):
+            yield _echo(size, tokens, count)
         for how, make in makers.items():
             fifo = make()
             producers = [context.Process(target=_send, args=(fifo, size, count // 2)) for _ in range(2)]
@@ -195,6 +199,39 @@ def _send(fifo: Any, size: int, count: int) -> None:
     payload = bytes(size)
     for _ in range(count):
         fifo.put((b"h" * 400, payload), timeout=60)
+
+
+def _echo(size: int, tokens: int, count: int) -> Row:
+    """InstaDeep echo: samples of a fixed shape over TCP, acknowledged, into its ring."""
+    import echo
+
+    example = {"header": np.zeros(400, np.uint8), "payload": np.zeros(size, np.uint8)}
+    server = echo.Server(example, batch_size=1, transport=echo.TcpTransport(0), num_buffers=16)
+    server.start()
+    context = multiprocessing.get_context("spawn")
+    producers = [context.Process(target=_send_echo, args=(server.port, size, count // 2)) for _ in range(2)]
+    for producer in producers:
+        producer.start()
+    stamps = []
+    for _ in range(count // 2 * 2):
+        server.sample()
+        stamps.append(time.perf_counter())
+    for producer in producers:
+        producer.join(60)
+    server.close()
+    each = np.full(2, np.diff(stamps[20:]).mean() * 1e6)
+    note = f"{size / each[0] / 1e3:.2f} GB/s"
+    return row("2 producers, full speed", f"{tokens} tokens", "id-echo tcp", each, 1, "payload", note)
+
+
+def _send_echo(port: int, size: int, count: int) -> None:
+    import echo
+
+    sample = {"header": np.zeros(400, np.uint8), "payload": np.zeros(size, np.uint8)}
+    client = echo.TcpClient("127.0.0.1", port, sample)
+    for _ in range(count):
+        client.send(sample)
+    client.close()
 
 
 def _ray(size: int, tokens: int, count: int) -> Row:

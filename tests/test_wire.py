@@ -246,8 +246,8 @@ def test_sizes_and_formats_are_named():
     with pytest.raises(WireError, match=r"header: 2000000 bytes, at most 1048576"):
         decode(b"\0" * 2_000_000, payload)
     fields = msgpack.unpackb(header, strict_map_key=False)
-    with pytest.raises(WireError, match="format: 2, this build reads 1"):
-        decode(msgpack.packb({**fields, "format": 2}), payload)
+    with pytest.raises(WireError, match="format: 3, this build reads 1 and 2"):
+        decode(msgpack.packb({**fields, "format": 3}), payload)
     for foreign in (b"", b"\x80", b"{}", b"hello", msgpack.packb({"magic": "other"}), msgpack.packb([1, 2])):
         with pytest.raises(WireError, match="not a trajectory of sao"):
             decode(foreign, payload)

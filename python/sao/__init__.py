@@ -18,6 +18,7 @@ _EXPORTS = {
     "Trajectory": "sao.trajectory",
     "decode": "sao.trajectory",
     "encode": "sao.trajectory",
+    "encode_frames": "sao.trajectory",
     "Ledger": "sao._core",
     "summary": "sao._core",
     "Admission": "sao._core",

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from sao import _core
 from sao.errors import DeadlineError
-from sao.trajectory import Trajectory, decode, encode
+from sao.trajectory import Trajectory, decode, encode_frames
 
 Result = TypeVar("Result")
 
@@ -37,7 +37,7 @@ class Held:
         self._lease = lease
         self._settled = False
         kept = lease.object
-        self.trajectory: Trajectory = decode(lease.header, lease.payload) if kept is None else kept
+        self.trajectory: Trajectory = _decoded(lease) if kept is None else kept
 
     @property
     def sequence(self) -> int:
@@ -115,7 +115,7 @@ class TrajectoryBuffer:
     def drain(self, n: int, timeout_s: float | None = None) -> list[Trajectory]:
         """As `take`, committed at once: for consumers that need not be able to give anything back."""
         taken = self._core.drain(n, timeout_s)
-        return taken if self._by_reference else [decode(header, payload) for header, payload in taken]
+        return taken if self._by_reference else [decode(*parts[:2], sidecars=parts[2:]) for parts in taken]
 
     async def put_async(self, trajectory: Trajectory, timeout_s: float | None = None) -> int:
         """As `put`, for coroutines: the event loop goes on while it waits, and no thread waits for it."""
@@ -125,10 +125,10 @@ class TrajectoryBuffer:
             waiter = self._core.wait_to_put(size)
             attempt = lambda: waiter.put_object(trajectory, version)  # noqa: E731
         else:
-            header, payload = encode(trajectory)
-            size = len(header) + len(payload)
+            header, payload, *sidecars = encode_frames(trajectory)
+            size = sum(len(frame) for frame in (header, payload, *sidecars))
             waiter = self._core.wait_to_put(size)
-            attempt = lambda: waiter.put(header, payload, version)  # noqa: E731
+            attempt = lambda: waiter.put(header, payload, version, sidecars)  # noqa: E731
         return len(await _until(waiter, attempt, timeout_s, f"room for a trajectory of {size} bytes"))
 
     async def take_async(self, n: int, timeout_s: float | None = None) -> list[Held]:
@@ -169,9 +169,14 @@ class TrajectoryBuffer:
         self.close()
 
 
+def _decoded(lease: _core.Lease) -> Trajectory:
+    return decode(lease.header, lease.payload, sidecars=lease.sidecars)
+
+
 def _array_bytes(trajectory: Trajectory) -> int:
     columns = ("token_ids", "action_mask", "logprobs", "version_spans")
-    return sum(getattr(segment, column).nbytes for segment in trajectory.segments for column in columns)
+    own = sum(getattr(segment, column).nbytes for segment in trajectory.segments for column in columns)
+    return own + sum(array.nbytes for array in trajectory.sidecars.values())
 
 
 def _oldest(trajectory: Trajectory) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sao import _core
-from sao.errors import ValidationError
+from sao.errors import ValidationError, WireError
 
 SegmentKind = Literal["execution", "summary"]
 TerminationKind = Literal["finished", "truncated", "failed"]
@@ -138,7 +138,9 @@ class Trajectory:
     `reward` is finite, or None exactly when the rollout failed: a failure is never a number. `temperature` is that of
     every sampled token (0: greedy). `turn_rewards`: (segment index, token position, reward) on sampled tokens, in
     order, in addition to `reward`. `fingerprints`: policy version -> fingerprint of the weights that sampled.
-    `timings_s`: durations in seconds. At least one token was sampled unless the rollout failed.
+    `timings_s`: durations in seconds. `sidecars`: arrays that belong to it and are large (routed experts, images), by
+    name; read-only, a writable argument is copied; they travel as frames of their own. At least one token was sampled
+    unless the rollout failed.
 
     Raises `ValidationError` naming field, index and value.
     """
@@ -155,6 +157,7 @@ class Trajectory:
     fingerprints: dict[int, str] = field(default_factory=dict)
     timings_s: dict[str, float] = field(default_factory=dict)
     metadata: dict[str, Metadata] = field(default_factory=dict)
+    sidecars: dict[str, NDArray[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("segments", "turn_rewards"):
@@ -168,6 +171,10 @@ class Trajectory:
                 raise ValidationError(f"segments[{index}]: {type(segment).__name__}, expected Segment")
         if not isinstance(self.termination, Termination):
             raise ValidationError(f"termination: {self.termination!r}, expected Termination")
+        if self.sidecars:
+            arrays = {name: _asarray(value, f"sidecars[{name!r}]") for name, value in self.sidecars.items()}
+            frozen = {name: _freeze(array, array.dtype.newbyteorder("=")) for name, array in arrays.items()}
+            object.__setattr__(self, "sidecars", frozen)
         _core.check_trajectory(self, self.n_actions)
 
     @property
@@ -200,23 +207,52 @@ class Trajectory:
 def encode(trajectory: Trajectory) -> tuple[bytes, bytes]:
     """(header, payload): a msgpack map and one blob that holds all arrays. 9 bytes a token plus some hundred.
 
-    Raises `ValidationError` when a rule is broken (an array was changed behind the object's back) or the header,
-    which holds metadata and version spans, would exceed 1 MiB.
+    The header names sidecars, with their checksums; their bytes are in neither, see `encode_frames`. Raises
+    `ValidationError` when a rule is broken (an array was changed behind the object's back) or the header, which holds
+    metadata and version spans, would exceed 1 MiB.
     """
     return _core.encode(trajectory)
 
 
-def decode(
-    header: Any, payload: Any, *, max_bytes: int = _core.MAX_PAYLOAD_BYTES, max_segments: int = _core.MAX_SEGMENTS
-) -> Trajectory:
-    """The trajectory in these two buffers (bytes, memoryview, zmq.Frame, ...).
+def encode_frames(
+    trajectory: Trajectory, formats: Sequence[int] = _core.WIRE_FORMATS
+) -> tuple[bytes | memoryview, ...]:
+    """Header, payload and one frame for each sidecar, which is not copied: what a socket sends as one message.
 
-    Its arrays are read-only views of `payload`, nothing is copied. Checksums and every rule are checked before anything
-    is built. The views keep the payload alive; a payload that can be written to must not be changed while they are in
-    use. Raises `WireError` when the bytes are corrupt, cut short, longer than `max_bytes`, of another format or not a
-    trajectory.
+    `formats`: what the reader reads (see `common_formats`). Raises `ValidationError` as `encode`, and for sidecars that
+    the reader does not know.
     """
-    trajectory: Trajectory = _core.decode(header, payload, max_bytes, max_segments)
+    needed = 2 if trajectory.sidecars else 1
+    if needed not in formats:
+        raise ValidationError(f"sidecars: need format {needed}, the reader reads {sorted(formats)}")
+    frames = (memoryview(array.reshape(-1).view(np.uint8)) for array in trajectory.sidecars.values())
+    return (*encode(trajectory), *frames)
+
+
+def common_formats(theirs: Sequence[int]) -> tuple[int, ...]:
+    """The formats that this build and a peer's read. Raises `WireError` when there is none."""
+    common = tuple(sorted(set(_core.WIRE_FORMATS) & set(theirs)))
+    if not common:
+        raise WireError(f"formats: the peer reads {sorted(theirs)}, this build {list(_core.WIRE_FORMATS)}")
+    return common
+
+
+def decode(
+    header: Any,
+    payload: Any,
+    *,
+    sidecars: Sequence[Any] = (),
+    max_bytes: int = _core.MAX_PAYLOAD_BYTES,
+    max_segments: int = _core.MAX_SEGMENTS,
+) -> Trajectory:
+    """The trajectory in these two buffers (bytes, memoryview, zmq.Frame, ...) and the frames of its sidecars, if any.
+
+    Its arrays are read-only views of `payload` and frames, nothing is copied. Checksums and every rule are checked
+    before anything is built. The views keep the payload alive; a payload that can be written to must not be changed
+    while they are in use. Raises `WireError` when the bytes are corrupt, cut short, longer than `max_bytes`, of another
+    format or not a trajectory.
+    """
+    trajectory: Trajectory = _core.decode(header, payload, max_bytes, max_segments, [*sidecars])
     return trajectory
 
 

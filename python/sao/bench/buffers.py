@@ -22,7 +22,7 @@ def buffer(quick: bool) -> Iterator[Row]:
     for held in (256, 2_048, 16_384):
         yield _retire_and_take(held, held // 64, 20 if quick else 200)
     yield _retire_and_take(16_384, 8, 20 if quick else 100)
-    yield _batches(0.3 if quick else 1.0)
+    yield from _batches(0.3 if quick else 1.0)
     yield from _stalls(5_000 if quick else 50_000, 1.0 if quick else 3.0)
 
 
@@ -31,7 +31,6 @@ def _put_and_take(n: int, budget_s: float) -> Iterator[Row]:
     header, payload = encode(trajectory)
     bytes_, size = len(header) + len(payload), f"{n} tokens"
     raw = _core.Buffer(64, 1 << 30)
-    settled: list[_core.Lease] = []
     put_us, take_us = [], []
 
     def once() -> None:
@@ -43,7 +42,6 @@ def _put_and_take(n: int, budget_s: float) -> Iterator[Row]:
         put_us.append((middle - begin) / 1e3)
         take_us.append((end - middle) / 1e3)
         lease.commit()
-        settled.clear()
 
     times_us(once, budget_s)
     copy = times_us(lambda: bytearray(payload), budget_s / 2)
@@ -66,10 +64,10 @@ def _put_and_take(n: int, budget_s: float) -> Iterator[Row]:
 
     times_us(both, budget_s)
     copy_us = float(np.median(copy))
-    for what, times, copies in (("put a Trajectory", put_us, 2), ("take a Trajectory", take_us, 0)):
+    for what, times, copies in (("put a Trajectory", put_us, 1), ("take a Trajectory", take_us, 0)):
         durations = np.array(times[2:])
         beyond = float(np.median(durations)) - copies * copy_us
-        yield row(what, size, "sao", durations, 1, "trajectory", f"{beyond:.1f} us beyond {copies} copies; checks all")
+        yield row(what, size, "sao", durations, 1, "trajectory", f"{beyond:.1f} us beyond {copies} copy; checks all")
 
 
 def _retire_and_take(held: int, versions: int, repetitions: int) -> Row:
@@ -94,7 +92,7 @@ def _retire_and_take(held: int, versions: int, repetitions: int) -> Row:
     )
 
 
-def _batches(budget_s: float) -> Row:
+def _batches(budget_s: float) -> Iterator[Row]:
     core, n = _core.Buffer(4096, 1 << 30), 1024
     durations: list[float] = []
     end = time.perf_counter() + budget_s
@@ -106,19 +104,35 @@ def _batches(budget_s: float) -> Row:
         durations.append((time.perf_counter_ns() - begin) / 1e3)
         for lease in leases:
             lease.commit()
-    return row("take in batches", f"{n} of 2 bytes", "sao", np.array(durations), n, "take")
+    yield row("take in batches", f"{n} of 2 bytes", "sao", np.array(durations), n, "take")
+    durations = []
+    thing = object()
+    end = time.perf_counter() + budget_s
+    while time.perf_counter() < end:
+        for _ in range(n):
+            core.put_object(thing)
+        begin = time.perf_counter_ns()
+        core.drain(n)
+        durations.append((time.perf_counter_ns() - begin) / 1e3)
+    yield row("drain in batches", f"{n} references", "sao", np.array(durations), n, "take")
 
 
 def _stalls(held: int, seconds: float) -> Iterator[Row]:
-    """Each kind of call, one thread each, while another takes snapshots of all that is held over and over."""
+    """Each kind of call while another thread takes snapshots of all that is held over and over.
+
+    The machine itself stalls, so calls take turns with loops of about the same length that do nothing but look at the
+    clock: what hits one hits the other as often, and only the difference is the buffer's.
+    """
     core, stop = _core.Buffer(held + 4096, 1 << 32), threading.Event()
     for i in range(held):
         core.put(b"h" * 16, b"p" * 64, min_version=i % 8)
-    slept: list[float] = []
+    snapshots_us: list[float] = []
 
     def snapshots() -> None:
         while not stop.is_set():
+            begin = time.perf_counter_ns()
             core.columns()
+            snapshots_us.append((time.perf_counter_ns() - begin) / 1e3)
 
     def put_take_commit() -> None:
         core.put(b"h" * 16, b"p" * 64, min_version=8)
@@ -126,18 +140,42 @@ def _stalls(held: int, seconds: float) -> Iterator[Row]:
 
     calls: dict[str, Callable[[], object]] = {
         "put, take and commit": put_take_commit,
+        "put": lambda: core.put(b"h" * 16, b"p" * 64, min_version=8),
         "stats": core.stats,
-        "nothing (the machine's own stalls)": lambda: None,
     }
     for snapshot in (False, True):
         thread = threading.Thread(target=snapshots)
         if snapshot:
             thread.start()
         for what, call in calls.items():
-            durations = times_us(call, seconds / len(calls), at_most=200_000)
             size = f"{held} held" + (", snapshots running" if snapshot else "")
-            yield row(f"stall: {what}", size, "sao", durations, 1, "call", "see p99 and max")
-            slept.append(float(durations.max()))
-        stop.set()
+            busy, idle = _beside_nothing(call, seconds / len(calls), 4000 if what == "put" else 200_000)
+            notes = [f"{(us > 1000).sum()} of {len(us)} above 1 ms" for us in (busy, idle)]
+            yield row(f"stall: {what}", size, "sao", busy, 1, "call", notes[0])
+            yield row("stall: nothing, in turns with it", size, "the machine", idle, 1, "call", notes[1])
+            if what == "put":
+                core.drain(4000)
         if snapshot:
+            stop.set()
             thread.join()
+            each = np.array(snapshots_us)
+            parts = -(-held // 512)
+            note = f"{float(np.median(each)) / parts:.1f} us for each of {parts} parts under the lock"
+            yield row("snapshot", f"{held} held", "sao", each, held, "entry", note)
+
+
+def _beside_nothing(call: Callable[[], object], seconds: float, at_most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Durations in microseconds of `call`, and of loops as long as its median that only look at the clock."""
+    clock = time.perf_counter_ns
+    length = int(np.median(times_us(call, 0.05, at_most=50)) * 1e3)
+    busy, idle = [], []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end and len(busy) < at_most - 60:
+        begin = clock()
+        call()
+        middle = clock()
+        while clock() - middle < length:
+            pass
+        busy.append(middle - begin)
+        idle.append(clock() - middle)
+    return np.array(busy) / 1e3, np.array(idle) / 1e3

@@ -1,12 +1,15 @@
-"""From two producer processes to one consumer on this host: raw ZeroMQ frames and shared memory."""
+"""From two producer processes to one consumer on this host: raw ZeroMQ frames, acknowledged messages, shared memory."""
 
 from __future__ import annotations
 
 import os
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,19 +17,24 @@ import numpy as np
 import zmq
 
 from sao.bench.measure import Row, row
+from sao.transport.actor import Actor
+from sao.transport.client import Client
+from sao.transport.mailbox import Reply, Request
 from sao.transport.shared import SharedReceiver, SharedSender
 
 PRODUCERS = 2
 BYTES_PER_TOKEN = 9
 HEADER = b"h" * 400
 SAMPLES_WARM = 20
+ACKNOWLEDGED = ("sao tcp", "sao ipc")  # messages of the actors: numbered, answered, sent again if they are not
+UNANSWERED = 8  # payloads of a producer under way
 
 
 def transport(quick: bool) -> Iterator[Row]:
     """Payloads a second at full speed, and one-way latency when one comes every 3 ms."""
     for tokens in (1_000, 32_768, 200_000):
         size = tokens * BYTES_PER_TOKEN
-        for how in ("zmq tcp", "zmq ipc", "sao shared memory"):
+        for how in ("zmq tcp", "sao tcp", "zmq ipc", "sao ipc", "sao shared memory"):
             count = max(200, min(20_000, (1 << 28 if quick else 1 << 30) // size))
             yield _throughput(how, tokens, size, count)
         for how in ("zmq ipc", "sao shared memory"):
@@ -64,6 +72,34 @@ class _Shared:
         self._receiver.close()
 
 
+class _Messages:
+    """An `Actor` in a thread of its own; its handler hands the stamp over and answers."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._got: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._actor = Actor(
+            endpoint.replace(":*", ":0"),
+            on_join=lambda peer: {"version": 0, "weights": None},
+            on_leave=lambda peer, reason: None,
+        )
+        self._actor.on("trajectory", self._take)
+        self.endpoint: str = self._actor.endpoint
+        self._thread = threading.Thread(target=self._actor.run)
+        self._thread.start()
+
+    def _take(self, request: Request) -> Reply:
+        self._got.put(_stamp(memoryview(request.message.frames[1])))
+        return Reply()
+
+    def receive(self) -> int:
+        return self._got.get(timeout=20)
+
+    def close(self) -> None:
+        self._actor.stop()
+        self._thread.join()
+        self._actor.close()
+
+
 def _stamp(payload: memoryview) -> int:
     # The first and the last page, as a reader that only looks would; the sender's clock is ours.
     return int.from_bytes(payload[:8], "little") + 0 * payload[-1]
@@ -73,7 +109,8 @@ def _throughput(how: str, tokens: int, size: int, count: int) -> Row:
     stamps = _run(how, size, count, pause_s=0.0)
     gaps = np.diff(np.array([now for now, _ in stamps[SAMPLES_WARM:]])) / 1e3
     each = np.full(len(gaps), gaps.mean())
-    note = f"{size / gaps.mean() / 1e3:.2f} GB/s"
+    acknowledged = ", each acknowledged" if how in ACKNOWLEDGED else ""
+    note = f"{size / gaps.mean() / 1e3:.2f} GB/s{acknowledged}"
     return row("2 producers, full speed", f"{tokens} tokens", how, each, 1, "payload", note)
 
 
@@ -86,8 +123,9 @@ def _latency(how: str, tokens: int, size: int, count: int) -> Row:
 def _run(how: str, size: int, count: int, pause_s: float) -> list[tuple[int, int]]:
     """(received, sent) in nanoseconds of the monotonic clock for each payload."""
     with tempfile.TemporaryDirectory(prefix="sao-bench-") as folder:
-        endpoint = "tcp://127.0.0.1:*" if how == "zmq tcp" else f"ipc://{folder}/s"
-        sink = _Shared(endpoint) if how == "sao shared memory" else _Zmq(endpoint)
+        endpoint = "tcp://127.0.0.1:*" if how.endswith("tcp") else f"ipc://{folder}/s"
+        kinds = {"sao shared memory": _Shared, "zmq tcp": _Zmq, "zmq ipc": _Zmq}
+        sink = kinds.get(how, _Messages)(endpoint)
         arguments = [how, sink.endpoint, str(size), str(count // PRODUCERS), str(pause_s)]
         command = [sys.executable, "-c", "import sys; from sao.bench.processes import produce; produce(*sys.argv[1:])"]
         producers = [subprocess.Popen([*command, *arguments], env={**os.environ}) for _ in range(PRODUCERS)]
@@ -114,6 +152,22 @@ def produce(how: str, endpoint: str, size: str, count: str, pause_s: str) -> Non
             payload[:8] = time.monotonic_ns().to_bytes(8, "little")
             sender.send(HEADER, payload, 60)
         sender.flush(60)
+        return
+    if how in ACKNOWLEDGED:
+        client = Client(endpoint, role="generator", name=f"p{os.getpid()}")
+        client.connect(deadline_s=20.0)
+        # What is under way must not be changed, so every place in the window has memory of its own.
+        window: deque[Any] = deque()
+        memory = [bytearray(payload) for _ in range(UNANSWERED)]
+        for index in range(int(count)):
+            time.sleep(pause) if pause else None
+            if len(window) == UNANSWERED:
+                window.popleft().result()
+            memory[index % UNANSWERED][:8] = time.monotonic_ns().to_bytes(8, "little")
+            window.append(client.call("trajectory", {}, (HEADER, memory[index % UNANSWERED]), deadline_s=60.0))
+        for future in window:
+            future.result()
+        client.close()
         return
     socket: Any = zmq.Context.instance().socket(zmq.PUSH)
     socket.setsockopt(zmq.SNDHWM, 16)

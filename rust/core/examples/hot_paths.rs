@@ -88,6 +88,7 @@ fn wire(decoding: bool) {
         fingerprints: vec![(3, "0".repeat(32))],
         timings_s: Vec::new(),
         metadata: Vec::new(),
+        sidecars: Vec::new(),
     };
     if decoding {
         let (header, payload) = encode(&trajectory).expect("valid");

@@ -410,7 +410,7 @@ impl Buffer {
         min_version: i64,
         pace: &mut dyn Pace,
     ) -> Result<Vec<Vec<u8>>> {
-        self.put_content(&mut Content::Copy(header, payload), min_version, pace)
+        self.put_content(&mut Content::Copy(header, payload, &[]), min_version, pace)
     }
 
     /// Puts one trajectory in; gives the headers of those that the policy dropped for it.

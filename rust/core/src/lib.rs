@@ -19,6 +19,7 @@ pub mod ledger;
 pub mod pack;
 mod pool;
 mod ring;
+pub mod sidecar;
 pub mod staleness;
 pub mod stream;
 mod sync;

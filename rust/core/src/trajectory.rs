@@ -8,6 +8,7 @@ use std::hash::Hash;
 
 use crate::cpu::wide;
 use crate::error::{Error, Result};
+use crate::sidecar::{self, Sidecar};
 
 /// Most entries of `fingerprints`, `timings_s` and `metadata` each.
 pub const MAX_KEYS: usize = 1024;
@@ -148,6 +149,8 @@ pub struct Trajectory<'a> {
     pub timings_s: Vec<(String, f64)>,
     /// Free facts.
     pub metadata: Vec<(String, Meta)>,
+    /// Arrays that travel as frames of their own.
+    pub sidecars: Vec<Sidecar<'a>>,
 }
 
 /// Sizes of a valid segment or trajectory.
@@ -437,7 +440,8 @@ impl Trajectory<'_> {
                 ));
             }
         }
-        check_keys("metadata", &self.metadata)
+        check_keys("metadata", &self.metadata)?;
+        sidecar::check(&self.sidecars, |index| self.sidecars[index].bytes.len())
     }
 
     fn check_outcome(&self, actions: usize) -> Result<()> {

@@ -1,20 +1,20 @@
 //! Trajectories as bytes: a msgpack header and one payload blob (`docs/reference/wire.md` is the format).
 //!
-//! The header has a fixed schema, so reading it needs no recursion, and nothing is allocated from a length that has not
-//! been compared with the bytes at hand.
+//! The schema is fixed, so reading needs no recursion, and no length is trusted that was not compared with what is there.
 
 use rmp::encode as put;
 
 use crate::checksum::crc32c;
 use crate::error::{Error, Result};
+use crate::sidecar::{self, Announced};
 use crate::trajectory::{
     Counts, Meta, Segment, SegmentKind, Span, TerminationKind, Trajectory, TurnReward, MAX_KEYS,
 };
 
 /// First value of every header.
 pub const MAGIC: &str = "sao-trajectory";
-/// Format that this build writes and reads.
-pub const FORMAT: u64 = 1;
+/// Formats that this build writes and reads: 1, and 2 for a trajectory with sidecars.
+pub const FORMATS: [u64; 2] = [1, 2];
 /// Arrays start at multiples of this many bytes in the payload.
 pub const ALIGNMENT: usize = 64;
 /// Longest header, bytes.
@@ -70,12 +70,14 @@ pub struct Summary {
     pub fingerprints: Vec<(i64, String)>,
     /// Length of the payload, bytes.
     pub payload_bytes: usize,
+    /// Names of the sidecars and their lengths, bytes.
+    pub sidecars: Vec<(String, usize)>,
 }
 
-/// Offsets of `token_ids`, `logprobs` and `action_mask` of one segment in the payload.
+/// Where the arrays of one segment lie in the payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
-    /// Offsets, bytes.
+    /// Of `token_ids`, `logprobs` and `action_mask`, bytes.
     pub offsets: [usize; 3],
     /// Tokens of the segment.
     pub tokens: usize,
@@ -216,11 +218,12 @@ fn put_header(
     places: &[Place],
     payload_bytes: usize,
 ) -> Put {
-    put::write_map_len(out, FIELDS)?;
+    let format = usize::from(!t.sidecars.is_empty());
+    put::write_map_len(out, FIELDS + format as u32)?;
     put::write_str(out, "magic")?;
     put::write_str(out, MAGIC)?;
     put::write_str(out, "format")?;
-    put::write_uint(out, FORMAT)?;
+    put::write_uint(out, FORMATS[format])?;
     put::write_str(out, "crc32c")?;
     put::write_u32(out, 0)?; // filled in when the rest is known
     put::write_str(out, "payload_bytes")?;
@@ -284,6 +287,10 @@ fn put_header(
             Meta::Text(text) => put::write_str(out, text)?,
         }
     }
+    if !t.sidecars.is_empty() {
+        put::write_str(out, "sidecars")?;
+        sidecar::put_all(out, &t.sidecars)?;
+    }
     put::write_str(out, "segments")?;
     put::write_array_len(out, t.segments.len() as u32)?;
     for (segment, place) in t.segments.iter().zip(places) {
@@ -335,6 +342,8 @@ struct Header {
     payload_bytes: usize,
     places: Vec<Place>,
     crcs: Vec<[u32; 3]>,
+    /// Of the trajectory's sidecars.
+    announced: Vec<Announced>,
     trajectory: Trajectory<'static>,
 }
 
@@ -357,6 +366,12 @@ pub fn summary(header: &[u8], limits: Limits) -> Result<Summary> {
         reward: t.reward,
         fingerprints: t.fingerprints,
         payload_bytes: read.payload_bytes,
+        sidecars: t
+            .sidecars
+            .into_iter()
+            .zip(&read.announced)
+            .map(|(sidecar, told)| (sidecar.name, told.bytes))
+            .collect(),
     })
 }
 
@@ -369,6 +384,19 @@ pub fn decode<'a>(
     payload: &'a [u8],
     limits: Limits,
 ) -> Result<(Trajectory<'a>, Vec<Place>)> {
+    decode_with(header, payload, &[], limits)
+}
+
+/// As `decode`, with the frames of the sidecars in the order of the header.
+///
+/// # Errors
+/// As `decode`; also when they are not those that the header announces.
+pub fn decode_with<'a>(
+    header: &[u8],
+    payload: &'a [u8],
+    sidecars: &[&'a [u8]],
+    limits: Limits,
+) -> Result<(Trajectory<'a>, Vec<Place>)> {
     let read = read_header(header, limits)?;
     if payload.len() != read.payload_bytes {
         return wire(format!(
@@ -378,6 +406,8 @@ pub fn decode<'a>(
         ));
     }
     let (mut trajectory, mut end) = (read.trajectory, 0);
+    let named = std::mem::take(&mut trajectory.sidecars);
+    let sidecars = sidecar::attach(named, &read.announced, sidecars)?;
     let drafts = std::mem::take(&mut trajectory.segments);
     let mut segments = Vec::with_capacity(drafts.len());
     for (index, (draft, place)) in drafts.into_iter().zip(&read.places).enumerate() {
@@ -406,6 +436,7 @@ pub fn decode<'a>(
     }
     let trajectory = Trajectory {
         segments,
+        sidecars,
         ..trajectory
     };
     let counts = trajectory
@@ -432,7 +463,7 @@ fn read_header(header: &[u8], limits: Limits) -> Result<Header> {
         ));
     }
     let mut reader = Reader(header);
-    reader.open()?;
+    let format = reader.open()?;
     let told = reader.crc()?;
     match header_crc(header) {
         Some((_, found)) if found == told => {}
@@ -452,6 +483,10 @@ fn read_header(header: &[u8], limits: Limits) -> Result<Header> {
     }
     let mut trajectory = reader.fields()?;
     let counts = trajectory.1;
+    let mut announced = Vec::new();
+    if format == FORMATS[1] {
+        (trajectory.0.sidecars, announced) = reader.sidecars(limits.max_bytes - payload_bytes)?;
+    }
     reader.key("segments")?;
     let n_segments = reader.any_array("segments")?;
     if n_segments > limits.max_segments {
@@ -486,15 +521,17 @@ fn read_header(header: &[u8], limits: Limits) -> Result<Header> {
         payload_bytes,
         places,
         crcs,
+        announced,
         trajectory: trajectory.0,
     })
 }
 
 /// The rest of a header. Every read names the field it is for.
-struct Reader<'a>(&'a [u8]);
+pub(crate) struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
-    fn open(&mut self) -> Result<()> {
+    /// Gives the format.
+    fn open(&mut self) -> Result<u64> {
         let foreign = || Error::Wire("header: not a trajectory of sao".into());
         let length = rmp::decode::read_map_len(&mut self.0).map_err(|_| foreign())?;
         self.key("magic").map_err(|_| foreign())?;
@@ -503,13 +540,18 @@ impl<'a> Reader<'a> {
         }
         self.key("format")?;
         let format = self.int("format")?;
-        if format != FORMAT as i64 {
-            return wire(format!("format: {format}, this build reads {FORMAT}"));
+        let Some(more) = FORMATS
+            .iter()
+            .position(|known| i64::try_from(*known) == Ok(format))
+        else {
+            return wire(format!("format: {format}, this build reads 1 and 2"));
+        };
+        let fields = FIELDS + more as u32;
+        if length != fields {
+            return wire(format!("header: {length} fields, expected {fields}"));
         }
-        if length != FIELDS {
-            return wire(format!("header: {length} fields, expected {FIELDS}"));
-        }
-        self.key("crc32c")
+        self.key("crc32c")?;
+        Ok(FORMATS[more])
     }
 
     fn crc(&mut self) -> Result<u32> {
@@ -581,6 +623,7 @@ impl<'a> Reader<'a> {
             fingerprints,
             timings_s,
             metadata,
+            sidecars: Vec::new(),
         };
         Ok((trajectory, counts))
     }
@@ -662,7 +705,7 @@ impl<'a> Reader<'a> {
         value
     }
 
-    fn key(&mut self, name: &str) -> Result<()> {
+    pub(crate) fn key(&mut self, name: &str) -> Result<()> {
         match self.text(name) {
             Ok(found) if found == name => Ok(()),
             Ok(found) => wire(format!(
@@ -672,7 +715,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    fn text(&mut self, field: &str) -> Result<&'a str> {
+    pub(crate) fn text(&mut self, field: &str) -> Result<&'a str> {
         let length = rmp::decode::read_str_len(&mut self.0).map_err(|_| bad(field, "text"))?;
         let bytes = self.take(field, length)?;
         std::str::from_utf8(bytes).map_err(|_| bad(field, "UTF-8 text"))
@@ -697,11 +740,11 @@ impl<'a> Reader<'a> {
         }
     }
 
-    fn int(&mut self, field: &str) -> Result<i64> {
+    pub(crate) fn int(&mut self, field: &str) -> Result<i64> {
         rmp::decode::read_int(&mut self.0).map_err(|_| bad(field, "a 64-bit integer"))
     }
 
-    fn size(&mut self, field: &str) -> Result<usize> {
+    pub(crate) fn size(&mut self, field: &str) -> Result<usize> {
         rmp::decode::read_int(&mut self.0).map_err(|_| bad(field, "a size"))
     }
 
@@ -717,7 +760,7 @@ impl<'a> Reader<'a> {
         read(self).map(Some)
     }
 
-    fn any_array(&mut self, field: &str) -> Result<usize> {
+    pub(crate) fn any_array(&mut self, field: &str) -> Result<usize> {
         let length =
             rmp::decode::read_array_len(&mut self.0).map_err(|_| bad(field, "an array"))? as usize;
         if length > self.0.len() {
@@ -729,7 +772,7 @@ impl<'a> Reader<'a> {
         Ok(length)
     }
 
-    fn array(&mut self, field: &str, length: usize) -> Result<()> {
+    pub(crate) fn array(&mut self, field: &str, length: usize) -> Result<()> {
         match self.any_array(field)? {
             found if found == length => Ok(()),
             found => wire(format!("{field}: {found} entries, expected {length}")),
@@ -752,6 +795,6 @@ impl<'a> Reader<'a> {
     }
 }
 
-fn bad(field: &str, expected: &str) -> Error {
+pub(crate) fn bad(field: &str, expected: &str) -> Error {
     Error::Wire(format!("{field}: missing, cut short or not {expected}"))
 }

@@ -74,6 +74,7 @@ fn trajectory(segments: &[Owned]) -> Trajectory<'_> {
             ("float".into(), Meta::Float(-0.0)),
             ("text".into(), Meta::Text("ü".into())),
         ],
+        sidecars: Vec::new(),
     }
 }
 

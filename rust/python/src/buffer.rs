@@ -11,7 +11,7 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyTypeError;
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList};
+use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 use rustix::event::{eventfd, EventfdFlags};
 use sao_core::buffer::{self, Content, Item, Limits};
 use sao_core::wire as format;
@@ -53,7 +53,8 @@ impl Buffer {
         })
     }
 
-    #[pyo3(signature = (header, payload, *, min_version, timeout_s=None))]
+    #[pyo3(signature = (header, payload, *, min_version, timeout_s=None, sidecars=None))]
+    #[allow(clippy::too_many_arguments)] // arguments of the Python function
     fn put<'py>(
         &self,
         py: Python<'py>,
@@ -61,14 +62,18 @@ impl Buffer {
         payload: &Bound<'py, PyAny>,
         min_version: i64,
         timeout_s: Option<f64>,
+        sidecars: Option<Vec<Bound<'py, PyAny>>>,
     ) -> PyResult<Option<Bound<'py, PyDict>>> {
         let (header, payload) = (
             Source::new("header", header)?,
             Source::new("payload", payload)?,
         );
         let (header, payload) = (header.bytes(), payload.bytes());
-        let size = header.len() + payload.len();
-        let content = Content::Copy(header, payload);
+        let sidecars = sources(&sidecars.unwrap_or_default())?;
+        let sides: Vec<&[u8]> = sidecars.iter().map(Source::bytes).collect();
+        let extra: usize = sides.iter().map(|bytes| bytes.len()).sum();
+        let size = header.len() + payload.len() + extra;
+        let content = Content::Copy(header, payload, &sides);
         let dropped = self.store(py, content, size, min_version, timeout_s)?;
         if dropped.is_empty() {
             return Ok(None);
@@ -87,28 +92,31 @@ impl Buffer {
         trajectory: &Bound<'_, PyAny>,
         timeout_s: Option<f64>,
     ) -> PyResult<usize> {
-        let segments = wire::segments(trajectory)?;
-        let view = wire::extract(trajectory, &segments)?;
+        let arrays = wire::arrays(trajectory)?;
+        let view = wire::extract(trajectory, &arrays)?;
         let lengths = view.segments.iter().map(|s| s.action_mask.len());
         let (places, length) = guard(|| format::layout(lengths))?;
         let check = || guard(|| format::header(&view, &places, length));
-        let frozen = wire::frozen(&segments);
+        let frozen = arrays.frozen();
         let (header, counts) = if frozen && length > COPY_WITH_GIL_BYTES {
             py.detach(check)?
         } else {
             check()?
         };
         let min_version = counts.min_version.unwrap_or(0);
-        let size = header.len() + length;
+        let sides: Vec<&[u8]> = view.sidecars.iter().map(|sidecar| sidecar.bytes).collect();
+        let size = header.len() + length + sides.iter().map(|bytes| bytes.len()).sum::<usize>();
         let write = |out: &mut [u8]| format::fill(&view, &places, out);
         let dropped = if frozen {
-            let content = Content::Write(&header, length, &write);
+            let content = Content::Write(&header, length, &write, &sides);
             self.store(py, content, size, min_version, timeout_s)?
         } else {
             // Somebody may write to the arrays while this waits for room: what was checked is what goes in.
             let mut payload = vec![0; length];
             write(&mut payload);
-            let content = Content::Copy(&header, &payload);
+            let copies: Vec<Vec<u8>> = sides.iter().map(|bytes| bytes.to_vec()).collect();
+            let sides: Vec<&[u8]> = copies.iter().map(Vec::as_slice).collect();
+            let content = Content::Copy(&header, &payload, &sides);
             self.store(py, content, size, min_version, timeout_s)?
         };
         Ok(dropped.len())
@@ -152,7 +160,18 @@ impl Buffer {
         for item in items {
             match object(&item) {
                 Some(object) => list.append(object.bind(py))?,
-                None => list.append((View::header(&item), View::payload(item)))?,
+                None if item.sidecars() == 0 => {
+                    list.append((
+                        View::of(&item, Part::Header),
+                        View::of(&item, Part::Payload),
+                    ))?;
+                }
+                None => {
+                    let sides = (0..item.sidecars()).map(Part::Sidecar);
+                    let parts = [Part::Header, Part::Payload].into_iter().chain(sides);
+                    let views = parts.map(|part| View::of(&item, part));
+                    list.append(PyTuple::new(py, views.collect::<Vec<_>>())?)?;
+                }
             }
         }
         Ok(list)
@@ -343,20 +362,25 @@ impl Waiter {
     }
 
     /// The headers of those that were dropped for it, or none when it could not be put in yet.
+    #[pyo3(signature = (header, payload, min_version, sidecars=None))]
     fn put<'py>(
         &self,
         py: Python<'py>,
         header: &Bound<'py, PyAny>,
         payload: &Bound<'py, PyAny>,
         min_version: i64,
+        sidecars: Option<Vec<Bound<'py, PyAny>>>,
     ) -> PyResult<Option<Bound<'py, PyList>>> {
         let (header, payload) = (
             Source::new("header", header)?,
             Source::new("payload", payload)?,
         );
         let (header, payload) = (header.bytes(), payload.bytes());
-        let put =
-            |waiter: &buffer::Waiter| waiter.put(&mut Content::Copy(header, payload), min_version);
+        let sidecars = sources(&sidecars.unwrap_or_default())?;
+        let sides: Vec<&[u8]> = sidecars.iter().map(Source::bytes).collect();
+        let put = |waiter: &buffer::Waiter| {
+            waiter.put(&mut Content::Copy(header, payload, &sides), min_version)
+        };
         let dropped = py.detach(|| self.with(put))?;
         dropped.map(|dropped| headers(py, &dropped)).transpose()
     }
@@ -384,6 +408,11 @@ impl Waiter {
 
 /// Bytes of a Python object that stay where they are while this lives.
 struct Source(PyBuffer<u8>);
+
+fn sources(objects: &[Bound<'_, PyAny>]) -> PyResult<Vec<Source>> {
+    let source = |(index, object)| Source::new(&format!("sidecars[{index}]"), object);
+    objects.iter().enumerate().map(source).collect()
+}
 
 impl Source {
     fn new(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
@@ -466,6 +495,19 @@ impl Lease {
         self.view(Part::Payload)
     }
 
+    /// The frames of its sidecars.
+    #[getter]
+    fn sidecars(&self) -> PyResult<Vec<View>> {
+        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        match open.as_ref().and_then(buffer::Lease::item) {
+            Some(item) => {
+                let parts = (0..item.sidecars()).map(Part::Sidecar);
+                Ok(parts.map(|part| View::of(item, part)).collect())
+            }
+            None => Err(to_py(settled())),
+        }
+    }
+
     /// What was put in by reference, else none.
     #[getter]
     fn object(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
@@ -488,6 +530,7 @@ impl Lease {
 enum Part {
     Header,
     Payload,
+    Sidecar(usize),
 }
 
 /// Read-only bytes inside the buffer's memory, which stays while a view of it lives.
@@ -498,17 +541,10 @@ struct View {
 }
 
 impl View {
-    fn header(item: &Arc<Item>) -> Self {
+    fn of(item: &Arc<Item>, part: Part) -> Self {
         Self {
             item: item.clone(),
-            part: Part::Header,
-        }
-    }
-
-    fn payload(item: Arc<Item>) -> Self {
-        Self {
-            item,
-            part: Part::Payload,
+            part,
         }
     }
 
@@ -522,6 +558,7 @@ impl View {
         match self.part {
             Part::Header => self.item.header(),
             Part::Payload => self.item.payload(),
+            Part::Sidecar(index) => self.item.sidecar(index).unwrap_or_default(),
         }
     }
 }

@@ -10,6 +10,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PyMemoryView, PyString, PyTuple, PyType};
+use sao_core::sidecar::Sidecar;
 use sao_core::trajectory::{Meta, Segment, SegmentKind, Span, TerminationKind, Trajectory};
 
 struct Classes {
@@ -146,9 +147,26 @@ fn termination<'py>(py: Python<'py>, from: &Trajectory<'_>) -> PyResult<Bound<'p
     Ok(object)
 }
 
+/// A read-only array over a frame.
+fn array<'py>(
+    frame: &Bound<'py, PyMemoryView>,
+    sidecar: &Sidecar<'_>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let numpy = frame.py().import("numpy")?;
+    let flat = if sidecar.bytes.is_empty() {
+        numpy.call_method1("zeros", (0, &sidecar.dtype))?
+    } else {
+        numpy.call_method1("frombuffer", (frame, &sidecar.dtype))?
+    };
+    let shaped = flat.call_method1("reshape", (sidecar.shape.clone(),))?;
+    shaped.getattr("flags")?.setattr("writeable", false)?;
+    Ok(shaped)
+}
+
 /// The `Trajectory` whose arrays lie in `payload`.
 pub fn trajectory<'py>(
     payload: &Bound<'py, PyMemoryView>,
+    frames: &[&Bound<'py, PyMemoryView>],
     from: &Trajectory<'_>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = payload.py();
@@ -209,5 +227,10 @@ pub fn trajectory<'py>(
     put(intern!(py, "fingerprints"), fingerprints.into_any())?;
     put(intern!(py, "timings_s"), timings.into_any())?;
     put(intern!(py, "metadata"), metadata.into_any())?;
+    let sidecars = PyDict::new(py);
+    for (sidecar, frame) in from.sidecars.iter().zip(frames) {
+        sidecars.set_item(&sidecar.name, array(frame, sidecar)?)?;
+    }
+    put(intern!(py, "sidecars"), sidecars.into_any())?;
     Ok(object)
 }

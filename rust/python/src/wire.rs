@@ -6,6 +6,7 @@ use pyo3::buffer::PyUntypedBuffer;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyMemoryView, PyString, PyTuple};
+use sao_core::sidecar::Sidecar;
 use sao_core::trajectory::{
     Meta, Segment, SegmentKind, Span, TerminationKind, Trajectory, TurnReward,
 };
@@ -180,8 +181,63 @@ impl SegmentBuffers {
     }
 }
 
-/// The arrays of all segments, borrowed.
-pub fn segments(trajectory: &Bound<'_, PyAny>) -> PyResult<Vec<SegmentBuffers>> {
+/// The arrays of a trajectory, borrowed.
+pub struct Arrays {
+    segments: Vec<SegmentBuffers>,
+    sidecars: Vec<SidecarBuffer>,
+}
+
+/// As `sao_core::sidecar::Sidecar`.
+struct SidecarBuffer {
+    name: String,
+    dtype: String,
+    shape: Vec<u64>,
+    elements: Bytes,
+}
+
+impl Arrays {
+    /// Whether nobody can write to the arrays while they are worked on without the GIL.
+    pub fn frozen(&self) -> bool {
+        let segments = self
+            .segments
+            .iter()
+            .all(|b| b.token_ids.frozen() && b.action_mask.frozen() && b.logprobs.frozen());
+        segments
+            && self
+                .sidecars
+                .iter()
+                .all(|sidecar| sidecar.elements.frozen())
+    }
+}
+
+/// The arrays of all segments and all sidecars.
+pub fn arrays(trajectory: &Bound<'_, PyAny>) -> PyResult<Arrays> {
+    let py = trajectory.py();
+    let value = trajectory.getattr(intern!(py, "sidecars"))?;
+    let map = value
+        .cast::<PyDict>()
+        .map_err(|_| wrong(&value, "sidecars", "a dict of arrays"))?;
+    let mut sidecars = Vec::with_capacity(map.len());
+    for (key, array) in map.iter() {
+        let name: String = key
+            .extract()
+            .map_err(|_| wrong(&key, "sidecars", "a name"))?;
+        let dtype: Bound<'_, PyAny> = array.getattr("dtype")?;
+        let flat = array.call_method1("reshape", (-1,))?;
+        sidecars.push(SidecarBuffer {
+            dtype: get(&dtype, "name", "text")?,
+            shape: get(&array, "shape", "a shape")?,
+            elements: Bytes::any(&flat, &format!("sidecars[{name:?}]"))?,
+            name,
+        });
+    }
+    Ok(Arrays {
+        segments: segments(trajectory)?,
+        sidecars,
+    })
+}
+
+fn segments(trajectory: &Bound<'_, PyAny>) -> PyResult<Vec<SegmentBuffers>> {
     let list = trajectory.getattr("segments")?;
     let list = list
         .cast::<PyTuple>()
@@ -192,18 +248,8 @@ pub fn segments(trajectory: &Bound<'_, PyAny>) -> PyResult<Vec<SegmentBuffers>> 
         .collect()
 }
 
-/// Whether nobody can write to the arrays while they are worked on without the GIL.
-pub fn frozen(buffers: &[SegmentBuffers]) -> bool {
-    buffers
-        .iter()
-        .all(|b| b.token_ids.frozen() && b.action_mask.frozen() && b.logprobs.frozen())
-}
-
 /// The trajectory with its arrays borrowed from `buffers`.
-pub fn extract<'a>(
-    object: &Bound<'_, PyAny>,
-    buffers: &'a [SegmentBuffers],
-) -> PyResult<Trajectory<'a>> {
+pub fn extract<'a>(object: &Bound<'_, PyAny>, buffers: &'a Arrays) -> PyResult<Trajectory<'a>> {
     let id: Vec<u8> = get(object, "id", "16 bytes")?;
     let length = id.len();
     let id = id
@@ -234,7 +280,7 @@ pub fn extract<'a>(
         task_ordinal: get(object, "task_ordinal", "a 64-bit integer")?,
         attempt: get(object, "attempt", "a 64-bit integer")?,
         env: get(object, "env", "text")?,
-        segments: buffers.iter().map(SegmentBuffers::view).collect(),
+        segments: buffers.segments.iter().map(SegmentBuffers::view).collect(),
         reward: get(object, "reward", "a number or None")?,
         termination: kind,
         reason: get(&termination, "reason", "text")?,
@@ -250,6 +296,16 @@ pub fn extract<'a>(
             "text: str, 64-bit int, float, bool or None",
             meta,
         )?,
+        sidecars: buffers
+            .sidecars
+            .iter()
+            .map(|sidecar| Sidecar {
+                name: sidecar.name.clone(),
+                dtype: sidecar.dtype.clone(),
+                shape: sidecar.shape.clone(),
+                bytes: sidecar.elements.slice(),
+            })
+            .collect(),
     })
 }
 
@@ -302,7 +358,7 @@ fn check_segment(segment: &Bound<'_, PyAny>) -> PyResult<()> {
 /// Checks the fields of a trajectory whose segments were checked when they were built; raises `ValidationError`.
 #[pyfunction]
 fn check_trajectory(trajectory: &Bound<'_, PyAny>, n_actions: usize) -> PyResult<()> {
-    let buffers = segments(trajectory)?;
+    let buffers = arrays(trajectory)?;
     let view = extract(trajectory, &buffers)?;
     guard(|| view.check_fields(n_actions))
 }
@@ -313,9 +369,9 @@ fn encode<'py>(
     py: Python<'py>,
     trajectory: &Bound<'py, PyAny>,
 ) -> PyResult<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)> {
-    let buffers = segments(trajectory)?;
+    let buffers = arrays(trajectory)?;
     let view = extract(trajectory, &buffers)?;
-    let frozen = frozen(&buffers);
+    let frozen = buffers.frozen();
     let (places, length) =
         guard(|| wire::layout(view.segments.iter().map(|s| s.action_mask.len())))?;
     let mut header = Vec::new();
@@ -338,48 +394,64 @@ fn received(object: &Bound<'_, PyAny>, field: &str) -> PyResult<Bytes> {
     Bytes::any(object, field).map_err(|error| foreign(&error, object.py()))
 }
 
+fn frames(objects: Option<Vec<Bound<'_, PyAny>>>) -> PyResult<Vec<Bytes>> {
+    let frame = |(index, object): (usize, Bound<'_, PyAny>)| {
+        received(&object, &format!("sidecars[{index}]"))
+    };
+    let objects = objects.unwrap_or_default();
+    objects.into_iter().enumerate().map(frame).collect()
+}
+
 fn decode_checked<'a>(
     py: Python<'_>,
     header: &'a Bytes,
     payload: &'a Bytes,
+    sidecars: &'a [Bytes],
     limits: Limits,
 ) -> PyResult<(Trajectory<'a>, Vec<Place>)> {
     let (head, body) = (header.slice(), payload.slice());
-    if header.frozen() && payload.frozen() && body.len() > DETACH_BYTES {
-        py.detach(|| guard(|| wire::decode(head, body, limits)))
+    let sides: Vec<&'a [u8]> = sidecars.iter().map(Bytes::slice).collect();
+    let frozen = header.frozen() && payload.frozen() && sidecars.iter().all(Bytes::frozen);
+    let check = || guard(|| wire::decode_with(head, body, &sides, limits));
+    if frozen && body.len() > DETACH_BYTES {
+        py.detach(check)
     } else {
-        guard(|| wire::decode(head, body, limits))
+        check()
     }
 }
 
 /// Checks header and payload and returns the `sao.Trajectory`, whose arrays are views of `payload`. Raises `WireError`.
 #[pyfunction]
-#[pyo3(signature = (header, payload, max_bytes, max_segments))]
+#[pyo3(signature = (header, payload, max_bytes, max_segments, sidecars=None))]
 fn decode<'py>(
     py: Python<'py>,
     header: &Bound<'py, PyAny>,
     payload: &Bound<'py, PyAny>,
     max_bytes: usize,
     max_segments: usize,
+    sidecars: Option<Vec<Bound<'py, PyAny>>>,
 ) -> PyResult<Bound<'py, PyAny>> {
+    let sidecars = frames(sidecars)?;
     let (header, payload) = (received(header, "header")?, received(payload, "payload")?);
     let limits = Limits {
         max_bytes,
         max_segments,
     };
-    let (found, _) = decode_checked(py, &header, &payload, limits)?;
-    objects::trajectory(payload.owner.bind(py), &found)
+    let (found, _) = decode_checked(py, &header, &payload, &sidecars, limits)?;
+    let owners: Vec<_> = sidecars.iter().map(|frame| frame.owner.bind(py)).collect();
+    objects::trajectory(payload.owner.bind(py), &owners, &found)
 }
 
 /// Reads a header alone (or, with the payload, checks all of both) and returns its facts. Raises `WireError`.
 #[pyfunction]
-#[pyo3(signature = (header, payload = None, *, max_bytes = wire::DEFAULT_MAX_BYTES, max_segments = wire::DEFAULT_MAX_SEGMENTS))]
+#[pyo3(signature = (header, payload = None, *, max_bytes = wire::DEFAULT_MAX_BYTES, max_segments = wire::DEFAULT_MAX_SEGMENTS, sidecars = None))]
 fn summary<'py>(
     py: Python<'py>,
     header: &Bound<'py, PyAny>,
     payload: Option<&Bound<'py, PyAny>>,
     max_bytes: usize,
     max_segments: usize,
+    sidecars: Option<Vec<Bound<'py, PyAny>>>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let limits = Limits {
         max_bytes,
@@ -388,7 +460,7 @@ fn summary<'py>(
     let header = received(header, "header")?;
     if let Some(payload) = payload {
         let payload = received(payload, "payload")?;
-        decode_checked(py, &header, &payload, limits)?;
+        decode_checked(py, &header, &payload, &frames(sidecars)?, limits)?;
     }
     let found = guard(|| wire::summary(header.slice(), limits))?;
     let out = PyDict::new(py);
@@ -408,6 +480,11 @@ fn summary<'py>(
         found.fingerprints.into_iter().collect();
     out.set_item("fingerprints", fingerprints)?;
     out.set_item("payload_bytes", found.payload_bytes)?;
+    let sidecars = PyDict::new(py);
+    for (name, bytes) in found.sidecars {
+        sidecars.set_item(name, bytes)?;
+    }
+    out.set_item("sidecars", sidecars)?;
     Ok(out)
 }
 
@@ -418,6 +495,7 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(encode, m)?)?;
     m.add_function(wrap_pyfunction!(decode, m)?)?;
     m.add_function(wrap_pyfunction!(summary, m)?)?;
+    m.add("WIRE_FORMATS", PyTuple::new(m.py(), wire::FORMATS)?)?;
     m.add("MAX_PAYLOAD_BYTES", wire::DEFAULT_MAX_BYTES)?;
     m.add("MAX_SEGMENTS", wire::DEFAULT_MAX_SEGMENTS)?;
     m.add("MAX_HEADER_BYTES", wire::MAX_HEADER_BYTES)

@@ -11,10 +11,15 @@ pub type Object = Box<dyn Any + Send + Sync>;
 
 /// What is put into the buffer.
 pub enum Content<'a> {
-    /// Both are copied.
-    Copy(&'a [u8], &'a [u8]),
-    /// The header is copied; the payload is this long and is written in place, every byte of it.
-    Write(&'a [u8], usize, &'a (dyn Fn(&mut [u8]) + Sync)),
+    /// Header, payload and sidecars are copied.
+    Copy(&'a [u8], &'a [u8], &'a [&'a [u8]]),
+    /// As `Copy`, but the payload is this long and is written in place, every byte of it.
+    Write(
+        &'a [u8],
+        usize,
+        &'a (dyn Fn(&mut [u8]) + Sync),
+        &'a [&'a [u8]],
+    ),
     /// Kept as it is, and counted as this many bytes. Taken out when it goes in.
     Object(Option<Object>, usize),
 }
@@ -22,53 +27,82 @@ pub enum Content<'a> {
 impl Content<'_> {
     /// What it counts.
     pub(super) fn bytes(&self) -> usize {
+        let all = |sidecars: &[&[u8]]| sidecars.iter().map(|bytes| bytes.len()).sum::<usize>();
         match self {
-            Self::Copy(header, payload) => header.len() + payload.len(),
-            Self::Write(header, payload, _) => header.len() + payload,
+            Self::Copy(header, payload, sides) => header.len() + payload.len() + all(sides),
+            Self::Write(header, payload, _, sides) => header.len() + payload + all(sides),
             Self::Object(_, bytes) => *bytes,
         }
     }
 
-    /// Header and payload in the buffer's memory, and the object.
-    pub(super) fn store(&mut self, pool: &Pool) -> Result<(Blob, Blob, Option<Object>)> {
+    /// What is kept, in the buffer's memory.
+    pub(super) fn store(&mut self, pool: &Pool) -> Result<Stored> {
+        let copied = |sidecars: &[&[u8]]| {
+            let copies = sidecars.iter().map(|bytes| Blob::copy(bytes, pool));
+            copies.collect::<Result<Vec<_>>>()
+        };
         Ok(match self {
-            Self::Copy(header, payload) => {
-                (Blob::copy(header, pool)?, Blob::copy(payload, pool)?, None)
-            }
-            Self::Write(header, bytes, write) => (
-                Blob::copy(header, pool)?,
-                Blob::written(*bytes, pool, write)?,
-                None,
-            ),
-            Self::Object(object, _) => (Blob::default(), Blob::default(), object.take()),
+            Self::Copy(header, payload, sidecars) => Stored {
+                header: Blob::copy(header, pool)?,
+                payload: Blob::copy(payload, pool)?,
+                sidecars: copied(sidecars)?,
+                object: None,
+            },
+            Self::Write(header, bytes, write, sidecars) => Stored {
+                header: Blob::copy(header, pool)?,
+                payload: Blob::written(*bytes, pool, write)?,
+                sidecars: copied(sidecars)?,
+                object: None,
+            },
+            Self::Object(object, _) => Stored {
+                object: object.take(),
+                ..Stored::default()
+            },
         })
     }
 }
 
+/// The memory of an item.
+#[derive(Default)]
+pub(super) struct Stored {
+    header: Blob,
+    payload: Blob,
+    sidecars: Vec<Blob>,
+    object: Option<Object>,
+}
+
 /// An encoded trajectory in the buffer's memory, or an object of the caller's.
 pub struct Item {
-    // `charge` gives the bytes back, after the memory was freed or given to the pool.
-    pub(super) header: Blob,
-    pub(super) payload: Blob,
-    pub(super) object: Option<Object>,
+    pub(super) stored: Stored,
     pub(super) min_version: i64,
+    // Gives the bytes back, after the memory was freed or given to the pool.
     pub(super) charge: Charge,
 }
 
 impl Item {
     /// The encoded header.
     pub fn header(&self) -> &[u8] {
-        self.header.bytes()
+        self.stored.header.bytes()
     }
 
     /// The encoded payload; starts at a multiple of 64.
     pub fn payload(&self) -> &[u8] {
-        self.payload.bytes()
+        self.stored.payload.bytes()
+    }
+
+    /// The frames of its sidecars, each starting at a multiple of 64.
+    pub fn sidecars(&self) -> usize {
+        self.stored.sidecars.len()
+    }
+
+    /// One of them.
+    pub fn sidecar(&self, index: usize) -> Option<&[u8]> {
+        self.stored.sidecars.get(index).map(Blob::bytes)
     }
 
     /// What is kept by reference; header and payload are empty then.
     pub fn object(&self) -> Option<&Object> {
-        self.object.as_ref()
+        self.stored.object.as_ref()
     }
 
     /// Oldest policy version of its tokens.
@@ -79,11 +113,17 @@ impl Item {
 
 impl Drop for Item {
     fn drop(&mut self) {
-        if self.payload.data.capacity() > 0 {
-            let shared = &self.charge.shared;
-            shared.pool.give(std::mem::take(&mut self.payload.data));
-            shared.bound_pool();
+        if self.stored.payload.data.capacity() == 0 {
+            return;
         }
+        let shared = &self.charge.shared;
+        shared
+            .pool
+            .give(std::mem::take(&mut self.stored.payload.data));
+        for sidecar in self.stored.sidecars.drain(..) {
+            shared.pool.give(sidecar.data);
+        }
+        shared.bound_pool();
     }
 }
 

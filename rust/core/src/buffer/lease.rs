@@ -25,7 +25,7 @@ impl Slot {
             None => return Ok(()),
         };
         shared.bound_pool();
-        let (header, payload, object) = content.store(&shared.pool)?;
+        let stored = content.store(&shared.pool)?;
         if shared.closed.load(Ordering::SeqCst) {
             return Err(closed());
         }
@@ -33,9 +33,7 @@ impl Slot {
             return Ok(());
         };
         let mut item = Arc::new(Item {
-            header,
-            payload,
-            object,
+            stored,
             min_version,
             charge,
         });
