@@ -150,3 +150,9 @@ def test_results_are_cached_and_cannot_be_changed(tiny_model: Path) -> None:
     with pytest.raises(ValueError, match="read-only"):
         ids[0] = 5
     assert renderer.initial([Message("user", "a")]) is ids
+
+
+def test_a_conversation_leaves_nothing_behind(tiny_model: Path) -> None:
+    renderer, messages = Renderer(tiny_model), [Message("user", "a b"), Message("assistant", "c"), Message("user", "d")]
+    ids = renderer.conversation(messages)
+    assert not renderer._cache and ids.tolist() == renderer.initial(messages).tolist() and renderer._cache

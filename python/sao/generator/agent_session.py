@@ -145,7 +145,7 @@ class AgentSession:
         """The ids of a conversation, and the segment that they continue (None: a new one). Raises `ApiError`."""
         assistants = [index for index, message in enumerate(messages) if message.role == "assistant"]
         try:
-            whole = self._renderer.initial(messages)
+            whole = self._renderer.conversation(messages)
             for last in reversed(assistants):
                 point = self._points.get(_key(messages[: last + 1]))
                 if point is None:

@@ -58,6 +58,10 @@ class Renderer:
         """int32[n]: a conversation and the start of the assistant turn. Raises `EnvironmentFailure("bad_messages")`."""
         return self._cached(("initial", tuple(messages)), lambda: self._encode(self._text(messages, prompt=True)))
 
+    def conversation(self, messages: Sequence[Message]) -> np.ndarray:
+        """The same as `initial`, for what does not come a second time: nothing of it is kept in memory."""
+        return self._encode(self._text(messages, prompt=True))
+
     def observation(self, messages: Sequence[Message], last_id: int | None) -> np.ndarray:
         """int32[n]: what follows an assistant turn up to the start of the next: its end, the messages, the start.
 

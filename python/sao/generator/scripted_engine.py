@@ -164,6 +164,10 @@ class ScriptedRenderer(Renderer):
         texts = [self._encode(message.content) for message in messages]
         return np.concatenate([*texts, np.array([1], np.int32)])
 
+    def conversation(self, messages: Sequence[Message]) -> np.ndarray:
+        """See `Renderer`."""
+        return self.initial(messages)
+
     def observation(self, messages: Sequence[Message], last_id: int | None) -> np.ndarray:
         """See `Renderer`."""
         end = np.zeros(0 if last_id == 0 else 1, np.int32)
