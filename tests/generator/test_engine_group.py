@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from sao.errors import EngineError, WeightsError
+from sao.errors import ClosedError, EngineError, WeightsError
 from sao.generator.engine import Request
 from sao.generator.engine_group import EngineGroup
 from sao.generator.scripted_engine import Reply, ScriptedEngine
@@ -106,6 +106,24 @@ def test_an_engine_whose_process_dies_is_left_and_the_last_one_breaks_the_group(
             await group.generate(request("b", 1))
             await group.generate(request("b", 2))
         assert group.broken == "engine 0: its process has died; engine 1: out of memory"
+
+    asyncio.run(play())
+
+
+def test_a_request_on_an_engine_that_is_given_up_fails_as_an_engine_does():
+    """And not as one that was closed in order, which would end the generator."""
+
+    async def play() -> None:
+        engines = [ScriptedEngine(), ScriptedEngine()]
+        group = EngineGroup(engines)
+        await group.start(None)
+        engines[0].script = lambda *_: Reply([5], delay_s=0.05, error=ClosedError("closed in flight"))
+        flight = asyncio.ensure_future(group.generate(request("a")))
+        await asyncio.sleep(0)
+        engines[0].weights_error = EngineError("load failed")
+        await group.update_weights(ref(1))
+        with pytest.raises(EngineError, match="engine 0: did not take version 1: load failed"):
+            await flight
 
     asyncio.run(play())
 

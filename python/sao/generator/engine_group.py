@@ -48,18 +48,25 @@ class EngineGroup:
         return None if self._usable() else self._reasons()
 
     async def start(self, ref: WeightsRef | None) -> None:
-        """See `Engine`. Starts all at once; when one cannot, all are closed."""
-        results = await asyncio.gather(*(e.start(ref) for e in self._engines), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                await self.close()
-                raise result
+        """See `Engine`. One after the other, since an engine may be told by the environment of this process which GPUs it
+        has; when one cannot start, all are closed.
+        """
+        try:
+            for engine in self._engines:
+                await engine.start(ref)
+        except BaseException:
+            await self.close()
+            raise
 
     async def generate(self, request: Request) -> Completion:
         """See `Engine`. A new session goes to the engine with the fewest."""
         index = self._place(request.session)
         try:
             return await self._engines[index].generate(request)
+        except ClosedError as error:
+            if index not in self._lost:
+                raise
+            raise EngineError(f"engine {index}: {self._lost[index]}") from error
         finally:
             await self._look(index)
 
