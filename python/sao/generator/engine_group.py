@@ -48,8 +48,8 @@ class EngineGroup:
         return None if self._usable() else self._reasons()
 
     async def start(self, ref: WeightsRef | None) -> None:
-        """See `Engine`. One after the other, since an engine may be told by the environment of this process which GPUs it
-        has; when one cannot start, all are closed.
+        """See `Engine`. One after the other, since an engine learns from the environment of this process which GPUs are
+        its own; when one cannot start, all are closed.
         """
         try:
             for engine in self._engines:
