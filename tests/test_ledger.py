@@ -302,12 +302,13 @@ def test_files_that_are_no_ledger_or_damaged_are_refused_with_path_and_offset(tm
         Ledger(path)
 
 
-def test_what_was_synced_survives_a_kill(tmp_path):
+@pytest.mark.parametrize("way", ["sync", "flush"])
+def test_what_was_synced_or_flushed_survives_a_kill(tmp_path, way):
     path = tmp_path / "ledger.log"
     code = (
         "import sys, time; from sao import Ledger; ledger = Ledger(sys.argv[1])\n"
         "for ordinal in range(1000): ledger.issue(ordinal); ledger.generating(ordinal, 0)\n"
-        "ledger.sync(); print('synced', flush=True); ledger.issue(1000); time.sleep(60)"
+        f"ledger.{way}(); print('synced', flush=True); ledger.issue(1000); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE) as child:
         assert child.stdout.readline() == b"synced\n"

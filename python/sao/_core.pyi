@@ -360,6 +360,8 @@ class Ledger:
     @property
     def entries(self) -> int:
         """Entries held in memory."""
+    def flush(self) -> None:
+        """Hands what is buffered to the operating system: it outlives this process, but not a power cut."""
     def sync(self) -> None:
         """Writes what is buffered and waits for the disk, without the GIL."""
     def close(self) -> None:

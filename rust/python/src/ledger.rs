@@ -225,6 +225,10 @@ impl Ledger {
         self.with(|ledger| Ok(ledger.entries()))
     }
 
+    fn flush(&self) -> PyResult<()> {
+        self.with(core::Ledger::flush).map(drop)
+    }
+
     fn sync(&self, py: Python<'_>) -> PyResult<()> {
         // The disk is waited for without the GIL and without the lock, so other threads go on meanwhile.
         py.detach(|| match self.with(core::Ledger::flush)? {
