@@ -38,6 +38,7 @@ row_tokens = 192
 policy_lr = 1e-3
 critic_lr = 1e-3
 critic_warmup_steps = 1
+save_every_steps = 2
 max_skipped_in_a_row = 1000
 [staleness]
 max_lag = {max_lag}
@@ -95,9 +96,9 @@ class ByHand:
         """`sao broker run.toml`."""
         self.start("broker", "broker", "run.toml", *more)
 
-    def learner(self, *more: str) -> None:
+    def learner(self, *more: str, folder: str = "at-learner") -> None:
         """`sao learner`, with its own copy of the model's path and its own run folder."""
-        self.start("learner", "learner", *self._join("at-learner"), *more)
+        self.start("learner", "learner", *self._join(folder), *more)
 
     def generator(self, name: str = "g0", *more: str) -> None:
         """`sao generator`."""

@@ -83,6 +83,24 @@ def test_who_has_no_right_key_joins_nothing_and_is_told(by_hand: ByHand, tmp_pat
     assert by_hand.leftovers() == []
 
 
+def test_a_run_that_was_interrupted_goes_on_from_its_folder(by_hand: ByHand) -> None:
+    by_hand.broker("run.steps=60")
+    by_hand.learner(folder="at-broker/r")
+    by_hand.generator()
+    by_hand.until_step(3)
+    by_hand.processes["broker"].terminate()
+    assert by_hand.wait() == {"broker": 130, "learner": 0, "g0": 0}, by_hand.everything()
+    assert "to go on: `sao broker at-broker/r`" in by_hand.log("broker")
+    done = len(by_hand.records("step"))
+    by_hand.start("broker", "broker", "at-broker/r", f"run.steps={done + 2}")
+    by_hand.learner("--resume", folder="at-broker/r")
+    by_hand.generator()
+    assert by_hand.wait() == {"broker": 0, "learner": 0, "g0": 0}, by_hand.everything()
+    steps = by_hand.records("step")
+    assert [step["step"] for step in steps] == list(range(1, done + 3)), by_hand.everything()
+    assert all(closes(step) for step in steps) and by_hand.leftovers() == []
+
+
 def test_a_generator_that_is_asked_to_leave_leaves_in_order(by_hand: ByHand) -> None:
     by_hand.broker()
     by_hand.generator()

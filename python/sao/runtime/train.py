@@ -66,7 +66,8 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False, alon
     console.print(outcome.reason, style=style, markup=False, soft_wrap=True)
     console.print(f"run folder: {config.folder}", style="dim", markup=False, soft_wrap=True)
     if outcome.exit_code == EXIT_INTERRUPTED and config.run.task == "train":
-        console.print("to go on: the same `sao train` with --resume", style="dim", markup=False, soft_wrap=True)
+        again = f"`sao broker {config.folder}`, and the learner with" if alone else "the same `sao train` with"
+        console.print(f"to go on: {again} --resume", style="dim", markup=False, soft_wrap=True)
     return outcome.exit_code
 
 
