@@ -161,9 +161,16 @@ class Buffer:
 
     def __new__(cls, max_trajectories: int, max_bytes: int, policy: str = "block") -> Buffer: ...
     def put(
-        self, header: BytesLike, payload: BytesLike, *, min_version: int, timeout_s: float | None = None
+        self,
+        header: BytesLike,
+        payload: BytesLike,
+        *,
+        min_version: int,
+        timeout_s: float | None = None,
+        sidecars: Sequence[BytesLike] | None = None,
     ) -> dict[str, Any] | None:
-        """Copies one in; returns None or what the policy dropped for it: {"reason": str, "headers": list[bytes]}.
+        """Copies one in, with the frames of its sidecars; returns None or what the policy dropped for it:
+        {"reason": str, "headers": list[bytes]}.
 
         Raises `DeadlineError`, `FullError`, `ClosedError`; `ValidationError` at once for one that can never fit.
         """
@@ -178,7 +185,7 @@ class Buffer:
         """Keeps a reference to any object, counted as `bytes`; returns how many the policy dropped for it."""
 
     def drain(self, n: int, timeout_s: float | None = None) -> list[Any]:
-        """As `take`, committed at once: the objects, or (header, payload) views of what was copied in."""
+        """As `take`, committed at once: the objects, or (header, payload, *sidecars) views of what was copied in."""
 
     def take(self, n: int, timeout_s: float | None = None) -> list[Lease]:
         """Leases `n` in order of completion, all or none. Raises `DeadlineError`, `ClosedError`, `ValidationError`."""
@@ -228,6 +235,8 @@ class Lease:
     @property
     def payload(self) -> View: ...
     @property
+    def sidecars(self) -> list[View]: ...
+    @property
     def object(self) -> Any:
         """What was put in by reference (header and payload are empty then), else None."""
 
@@ -242,7 +251,9 @@ class Waiter:
     def take(self) -> list[Lease] | None:
         """The trajectories, or None when they are not there yet. Raises `ClosedError`."""
 
-    def put(self, header: BytesLike, payload: BytesLike, min_version: int) -> list[bytes] | None:
+    def put(
+        self, header: BytesLike, payload: BytesLike, min_version: int, sidecars: Sequence[BytesLike] | None = None
+    ) -> list[bytes] | None:
         """Headers of those that the policy dropped for it; None when there is no room yet. Raises as `Buffer.put`."""
 
     def put_object(self, object: Any, min_version: int) -> list[bytes] | None:
@@ -267,6 +278,7 @@ class View:
 
 # Trajectories as bytes
 
+WIRE_FORMATS: tuple[int, ...]
 MAX_PAYLOAD_BYTES: int
 MAX_SEGMENTS: int
 MAX_HEADER_BYTES: int
@@ -274,7 +286,13 @@ MAX_HEADER_BYTES: int
 def check_segment(segment: Any) -> None: ...
 def check_trajectory(trajectory: Any, n_actions: int) -> None: ...
 def encode(trajectory: Any) -> tuple[bytes, bytes]: ...
-def decode(header: BytesLike, payload: BytesLike, max_bytes: int, max_segments: int) -> Any:
+def decode(
+    header: BytesLike,
+    payload: BytesLike,
+    max_bytes: int,
+    max_segments: int,
+    sidecars: Sequence[BytesLike] | None = None,
+) -> Any:
     """The `sao.Trajectory`."""
 
 def summary(
@@ -283,12 +301,13 @@ def summary(
     *,
     max_bytes: int = ...,
     max_segments: int = ...,
+    sidecars: Sequence[BytesLike] | None = None,
 ) -> dict[str, Any]:
     """Facts of an encoded trajectory from its header alone; with `payload`, everything is checked as `decode` does.
 
     Keys: id (bytes), task_ordinal, attempt, env, n_tokens, n_actions, n_segments, min_version and max_version (over
     sampled tokens, None without any), termination ("finished" | "truncated" | "failed"), reason, reward (None when
-    failed), fingerprints (dict by version), payload_bytes. Raises `WireError`.
+    failed), fingerprints (dict by version), payload_bytes, sidecars (dict name -> bytes). Raises `WireError`.
     """
 
 # The ledger
