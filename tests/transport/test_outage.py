@@ -1,0 +1,123 @@
+"""A broker that is away, was started again, or has given a peer up: the line goes on and nothing is heard twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transport.line import Server, until
+
+from sao.errors import TransportError
+from sao.transport import Client, Message, private_folder
+
+TIMES = {"heartbeat_s": 0.1, "peer_timeout_s": 1.0}
+
+
+@pytest.fixture
+def endpoint() -> Any:
+    folder = private_folder()
+    yield f"ipc://{folder / 'broker'}"
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+
+
+def test_a_broker_that_was_started_again_gets_what_is_unanswered_and_pushes_are_counted_anew(endpoint: str) -> None:
+    pushes: list[Message] = []
+    welcomes: list[dict[str, Any]] = []
+    first = Server(endpoint).start()
+    client = Client(
+        endpoint,
+        role="learner",
+        name="learner",
+        outage_s=20.0,
+        transient=frozenset({"stats"}),
+        on_greet=lambda: {"tasks": [[len(welcomes), 0]]},
+        on_rejoin=welcomes.append,
+        on_push=pushes.append,
+        **TIMES,
+    )
+    try:
+        client.connect(5, step=3)
+        for number in range(3):
+            first.push(first.joined[0], "stop", {"reason": f"first {number}"})
+        until(lambda: len(pushes) == 3)
+        waiting = client.call("take", {"n": 4})  # never answered by this one
+        first.stop()
+        stale = client.send("stats", {})
+        sent = [client.send("slots", {"free": number}) for number in range(20)]
+        second = Server(endpoint, **TIMES)
+        second.version = 8
+        second.start()
+        assert [future.result(10).body["reason"] for future in sent] == [str(number) for number in range(20)]
+        assert welcomes[0]["version"] == 8 and stale.result(5).kind == "ack" and not waiting.done()
+        (peer,) = second.joined
+        assert peer.hello["tasks"] == [[0, 0]] and peer.hello["step"] == 3
+        second.push(peer, "stop", {"reason": "second 0"})
+        until(lambda: len(pushes) == 4)
+        assert [message.body["reason"] for message in pushes][-1] == "second 0" and client.lost is None
+        second.stop()
+    finally:
+        client.close()
+
+
+def test_a_peer_that_was_given_up_greets_again_in_the_same_session(endpoint: str) -> None:
+    server = Server(endpoint, **TIMES).start()
+    client = Client(endpoint, role="generator", name="g0", outage_s=20.0, **TIMES)
+    try:
+        client.connect(5)
+        server.in_loop(lambda: server.actor.mailbox.drop(server.joined[0], "silent for a test"))
+        assert client.call("slots", {"free": 1}, deadline_s=10).result(10).body["reason"] == "1"
+        first, second = server.joined
+        assert first.hello["session"] == second.hello["session"] and first.hello["nonce"] != second.hello["nonce"]
+    finally:
+        client.close()
+        server.stop()
+
+
+def test_without_patience_or_after_it_the_broker_is_lost(endpoint: str) -> None:
+    lost: list[Exception] = []
+    server = Server(endpoint, **TIMES).start()
+    client = Client(endpoint, role="generator", name="g0", outage_s=2.0, on_lost=lost.append, **TIMES)
+    client.connect(5)
+    server.stop()
+    began = time.monotonic()
+    until(lambda: bool(lost), 10)
+    assert 1.5 < time.monotonic() - began < 6 and isinstance(lost[0], TransportError)
+    client.close()
+
+
+BROKER = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from transport.line import Server
+server = Server(sys.argv[1], heartbeat_s=0.1, peer_timeout_s=1.0)
+print("up", flush=True)
+server.actor.run()
+"""
+
+
+def test_a_broker_that_stands_still_is_waited_for_and_gives_nobody_up(endpoint: str) -> None:
+    command = [sys.executable, "-c", BROKER, endpoint, str(Path(__file__).parents[1])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as broker:
+        assert broker.stdout is not None and broker.stdout.readline() == b"up\n"
+        rejoined: list[Any] = []
+        client = Client(endpoint, role="generator", name="g0", outage_s=30.0, on_rejoin=rejoined.append, **TIMES)
+        try:
+            client.connect(10)
+            os.kill(broker.pid, signal.SIGSTOP)
+            sent = [client.send("slots", {"free": number}) for number in range(10)]
+            time.sleep(3.0)  # three times what a peer may be silent
+            assert client.lost is None and client.pending == 10
+            os.kill(broker.pid, signal.SIGCONT)
+            assert [future.result(10).body["reason"] for future in sent] == [str(number) for number in range(10)]
+            assert rejoined == []
+        finally:
+            client.close()
+            broker.kill()
