@@ -172,7 +172,8 @@ def _ranks(config: Config, ranks: int) -> list[str]:
     if config.learner.ranks == ranks:
         return []
     wanted = config.learner.ranks
-    return [f"learner.ranks: {wanted}, here are {ranks}; start them with torchrun --nproc-per-node {wanted} -m sao.cli"]
+    command = f"torchrun --nproc-per-node {wanted} -m sao.cli learner ..."
+    return [f"learner.ranks: {wanted}, here are {ranks}; start them: {command}"]
 
 
 def _check(faults: list[str]) -> None:
