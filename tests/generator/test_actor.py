@@ -213,7 +213,16 @@ def test_tasks_become_trajectories_and_slots_are_stated_absolutely(tiny_model: P
         broker.wait(lambda: broker.all("stats"))
     assert {t.task_ordinal for t in broker.trajectories} == {10, 11, 12}
     assert all(t.reward == 1.0 and t.n_actions == 6 and t.attempt == 1 for t in broker.trajectories)
-    assert {"busy_share", "tokens_per_s", "running", "waiting", "sampled_tokens"} == set(broker.all("stats")[0])
+    assert {
+        "busy_share",
+        "tokens_per_s",
+        "running",
+        "waiting",
+        "sampled_tokens",
+        "kv_use",
+        "preempted",
+        "episode_limit",
+    } == set(broker.all("stats")[0])
     assert broker.wait(lambda: broker.left) == ["said goodbye"]
     assert engine.closed and Count.open == 0
     assert engine.calls[0] == ("start", None)

@@ -97,6 +97,9 @@ def generator_metrics(pool: Pool) -> dict[str, float]:
             metrics[f"broker/busy_share/{name}"] = shares[-1]
         speed += float(report.get("tokens_per_s", 0.0))
     if shares:
+        reports = [generator.report for generator in pool.by_name.values()]
         metrics["broker/busy_share"] = sum(shares) / len(shares)
+        metrics["broker/kv_use"] = max(float(report.get("kv_use", 0.0)) for report in reports)
+        metrics["broker/episode_limit"] = sum(int(report.get("episode_limit", 0)) for report in reports)
         metrics["broker/engine_tokens_per_s"] = speed
     return metrics

@@ -108,7 +108,7 @@ class State:
 
     def stats(self, name: str, body: dict[str, Any]) -> None:
         """A generator's statistics; the last ones count."""
-        wanted = ("busy_share", "tokens_per_s", "running", "waiting", "sampled_tokens")
+        wanted = ("busy_share", "tokens_per_s", "running", "waiting", "sampled_tokens", "kv_use", "episode_limit")
         self.pool.by_name[name].report = {key: body[key] for key in wanted if key in body}
 
     def loaded(self, name: str, version: int, fingerprint: str) -> None:

@@ -430,6 +430,9 @@ class Generator:
                 "running": stats.running,
                 "waiting": stats.waiting,
                 "sampled_tokens": stats.sampled_tokens,
+                "kv_use": stats.kv_use,
+                "preempted": stats.preempted,
+                "episode_limit": self.config.generator.concurrency if self._load is None else self._load.limit,
             }
             before, at = stats, now
             if self._load is not None and self._load.take(stats, len(self._episodes)):

@@ -58,7 +58,10 @@ SCHEMA: Final[dict[str, dict[str, tuple[type, ...]]]] = {
         "split?": _STR,
     },
     "eval_result": {"ordinal": _INT, "reward": _OPT_NUM, "reason?": _OPT_STR, "version": _INT, "success?": _BOOL},
-    "stats": {"busy_share?": _NUM, "tokens_per_s?": _NUM, "running?": _INT, "waiting?": _INT, "sampled_tokens?": _INT},
+    "stats": {
+        **{"busy_share?": _NUM, "tokens_per_s?": _NUM, "running?": _INT, "waiting?": _INT, "sampled_tokens?": _INT},
+        **{"kv_use?": _NUM, "preempted?": _INT, "episode_limit?": _INT},
+    },
     "loaded": {"version": _INT, "fingerprint": _STR},
     "turn": {"ordinal": _INT, "attempt": _INT, "part": _INT, "tokens": _INT, "version": _INT},
     "diverged": {"ordinal": _INT, "attempt": _INT, "sampled_tokens": _INT},
