@@ -113,3 +113,14 @@ def test_a_run_folder_that_exists_is_a_fault_with_a_way_out(run_file):
     (folder / "config.json").rename(folder / "thesis.tex")
     (found,) = faults(run_file, overwrite=True)
     assert "holds no run" in found
+
+
+def test_an_agent_needs_its_package_and_keeps_its_own_context(run_file, monkeypatch):
+    agent = ("env.name=agent", 'env.args={command="true"}')
+    assert preflight.check(config.load(run_file, agent)) == []
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "aiohttp" else found(name))
+    limits = ("sampling.context_tokens=8192", "learner.row_tokens=8192", "compaction.enabled=true")
+    text = "\n".join(faults(run_file, *agent, *limits))
+    assert "agents need pip install 'sao[agents]'" in text
+    assert "compaction.enabled: 'agent' is an agent, which keeps its own context" in text

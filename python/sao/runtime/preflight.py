@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 from sao.config import Config
 from sao.envs import registry
@@ -102,12 +103,19 @@ def model_folder(field: str, folder: Path, *, tokenizer: bool | None = None) -> 
 def environment(config: Config) -> list[str]:
     """What is wrong with the environment's name or arguments: one is made (not reset) and thrown away."""
     try:
-        registry.make(config.env.name, **config.env.args)
+        made: Any = registry.make(config.env.name, **config.env.args)
     except (ConfigError, EnvironmentFailure) as error:
         return str(error).splitlines()
     except Exception as error:  # the environment's own code, given arguments that it did not expect
         return [f"env.args: {config.env.name!r} refused {config.env.args}: {type(error).__name__}: {error}"]
-    return []
+    if not hasattr(made, "play"):
+        return []
+    faults = []
+    if importlib.util.find_spec("aiohttp") is None:
+        faults.append(f"env.name: {config.env.name!r}: agents need pip install 'sao[agents]'")
+    if config.compaction.enabled:
+        faults.append(f"compaction.enabled: {config.env.name!r} is an agent, which keeps its own context")
+    return faults
 
 
 def compaction(config: Config) -> list[str]:
