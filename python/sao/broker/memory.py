@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -62,7 +61,6 @@ class Memory:
         self._new_answers: list[int] = []
         self._note = b""
         self._settling, self._wait = False, log is not None and log.sync
-        self._flush_ledger: Callable[[], None] = getattr(ledger, "flush", ledger.sync)
         self.past = Past() if log is None else self._read(log)
         self.past.goes_on = goes_on and log is not None and (bool(self.past.note) or bool(ledger.last_step))
 
@@ -152,7 +150,7 @@ class Memory:
         if settling or self._wait:
             self._ledger.sync()
         else:
-            self._flush_ledger()
+            self._ledger.flush()
         if settling:
             point("ledger.synced")
 
