@@ -8,6 +8,7 @@
 //! what is in the ring into the index under theirs. `docs/explanation/concurrency.md` says what waits for what.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::{AtomicBool as Flag, Ordering::Relaxed};
 use std::sync::{Arc, PoisonError};
 
 use crate::budget::Budget;
@@ -69,15 +70,15 @@ struct Ticket {
     need: usize,
     event: Event,
     /// A parked one was told and has not looked since: telling it again would cost a system call for nothing. Changes
-    /// under the lock only.
-    told: AtomicBool,
+    /// under the lock only, so the models need not look at it.
+    told: Flag,
 }
 
 impl Ticket {
     fn tell(&self) {
         match &self.event {
             Event::Parked(parked) => {
-                if !self.told.swap(true, Ordering::Relaxed) {
+                if !self.told.swap(true, Relaxed) {
                     parked.notify_all();
                 }
             }
@@ -683,7 +684,7 @@ impl Buffer {
         let ticket = Arc::new(Ticket {
             need,
             event: parked,
-            told: AtomicBool::new(false),
+            told: Flag::new(false),
         });
         let Event::Parked(condition) = &ticket.event else {
             unreachable!("it was made one line above");
@@ -695,7 +696,7 @@ impl Buffer {
             if index.closed {
                 break Err(closed());
             }
-            ticket.told.store(false, Ordering::Relaxed);
+            ticket.told.store(false, Relaxed);
             let attempted = if index.is_first(side, &ticket) {
                 attempt(&mut index)
             } else {

@@ -1,11 +1,11 @@
 //! Waiting without a thread.
 
+use std::sync::atomic::AtomicBool as Flag;
 use std::sync::Arc;
 
 use super::item::Content;
 use super::lease::{leases, Lease, Slot};
 use super::{closed, invalid, Attempt, Call, Event, Index, Shared, Side, Ticket};
-use crate::sync::AtomicBool;
 use crate::Result;
 
 /// A place in the queue of those who wait; dropping it leaves the queue.
@@ -21,7 +21,7 @@ impl Waiter {
         let ticket = Arc::new(Ticket {
             need,
             event: Event::Call(call),
-            told: AtomicBool::new(false),
+            told: Flag::new(false),
         });
         shared.join(&mut shared.lock(), side, &ticket);
         Self {

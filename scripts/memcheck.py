@@ -1,0 +1,94 @@
+"""What `memcheck.sh` runs: the native core used from end to end, with views that outlive what they were made from."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from sao import StreamPacker, TrajectoryBuffer, _core, advantages, decode, encode_frames, gather_rows, pack, plan
+from sao.bench.workloads import agentic_lengths, trajectory
+from sao.errors import Error
+
+
+def main() -> None:
+    """Every part once or a few times; asserts what comes out."""
+    rollouts = [trajectory(n, n) for n in (3, 700, 9_000)]
+    rollouts.append(replace(rollouts[1], sidecars={"image": np.ones((5, 3), np.float32)}))
+    for rollout in rollouts:
+        header, payload, *frames = encode_frames(rollout)
+        got = decode(header, payload, sidecars=frames)
+        assert got.n_actions == rollout.n_actions
+        for cut in (0, 1, len(header) // 2, len(header) - 1):
+            try:
+                decode(header[:cut], payload, sidecars=frames)
+            except Error:
+                continue
+            raise AssertionError("half a header was taken")
+    kept = []
+    for by_reference in (False, True):
+        buffer = TrajectoryBuffer(3, 1 << 20, "drop_oldest", by_reference=by_reference)
+        for _ in range(6):
+            for rollout in rollouts:
+                buffer.put(rollout)
+            [held] = buffer.take(1)
+            kept.append(held.trajectory.segments[0].logprobs)
+            held.commit()
+            kept += [got.segments[0].token_ids for got in buffer.drain(1)]
+            buffer.snapshot()
+            buffer.advance(buffer.stats()["version"] + 1)
+        buffer.close()
+    del buffer, held
+    gc.collect()
+    assert all(np.isfinite(np.nan_to_num(array)).all() for array in kept)
+
+    raw = _core.Buffer(4, 1 << 20)
+
+    def consume() -> None:
+        for _ in range(40):
+            raw.take(1, 30)[0].commit()
+
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    for number in range(40):
+        raw.put(b"h", bytes(70_000 + number), min_version=0, timeout_s=30)
+    consumer.join()
+
+    lengths = agentic_lengths(150, 0, 10, 5000)
+    where = plan(lengths, 4, 8192, 1, lock_step_slack=0.2)
+    mine = np.flatnonzero((where.rank == 0) & (where.micro_batch == 0))
+    out = np.empty((1, 8192), np.int32)
+    pieces = [np.ones(lengths[i], np.int32) for i in mine]
+    gather_rows(pieces, where.row[mine].astype(np.int64), where.position[mine].astype(np.int64), out, threads=2)
+    assert out.sum() == lengths[mine].sum()
+    packer = StreamPacker(8192, 4)
+    closed = len(packer.add(lengths)[1]) + len(packer.finish()[1]) - 2
+    assert closed >= len(pack(lengths, 8192)[1]) - 1
+
+    n = 3000
+    mask = np.random.default_rng(0).random(n) < 0.4
+    values = np.where(mask, 0.5, np.nan).astype(np.float32)
+    found, _, _ = advantages(values, mask, [0, 900, n], [0, 1, 2], [1.0, 0.0], threads=2)
+    assert np.isfinite(found).all()
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "ledger.log"
+        with _core.Ledger(path) as ledger:
+            for step in range(1, 30):
+                ledger.generating(step, ledger.issue(step))
+                ledger.ready(step, 0, 5)
+                ledger.lease([step], 0)
+                ledger.trained(0, step, 5, 0)
+            ledger.compact(20)
+            ledger.rewind(25)
+        with _core.Ledger(path) as ledger:
+            ledger.check()
+    print("all of it ran")
+
+
+if __name__ == "__main__":
+    main()
