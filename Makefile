@@ -76,6 +76,7 @@ evidence: $(VENV)/.vllm
 	scripts/loom.sh
 	scripts/tsan.sh
 	scripts/instructions.sh
+	scripts/memcheck.sh
 
 clean:
 	cargo clean --quiet
