@@ -247,7 +247,7 @@ class VllmEngine:
         flights = len(self._flights)
         busy_s = self._busy_s + (time.perf_counter() - self._busy_since if flights else 0.0)
         running, load = min(flights, self._concurrency), self._load
-        waiting = max(flights - running, load.waiting if flights else 0)
+        waiting = min(flights, max(flights - running, load.waiting))  # vLLM's number is of its last step
         return EngineStats(
             busy_s, self._sampled_tokens, flights - waiting, waiting, load.kv_use if flights else 0.0, load.preempted
         )
