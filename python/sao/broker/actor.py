@@ -296,10 +296,10 @@ class Broker:
     def _joined(self, peer: Peer) -> None:
         if peer.role == "supervisor":
             early, self._early = self._early, deque(maxlen=KEPT_MESSAGES)
+            seen = peer.hello.get("step", 0)
             for kind, body in early:
-                self._push(peer, kind, body)
-            if self.state.shown and peer.hello.get("step", self.state.step) < self.state.shown["step"]:
-                self._push(peer, "step", self.state.shown)  # a broker before this one was killed before it could
+                if kind != "step" or body["step"] > seen:
+                    self._push(peer, kind, body)
             if self.state.done is not None:
                 self._push(peer, "done", self.state.done)
         elif self.state.done is not None:

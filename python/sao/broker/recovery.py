@@ -81,6 +81,8 @@ def _take_over(state: State, note: dict[str, Any], now: float) -> None:
     state.learner_back_by = now + state.config.transport.outage_s
     state.last_evaluated, state.shown = note["last_evaluated"], note["shown"]
     state.ending, state.done = note["ending"], note["done"]
+    if state.shown:  # the broker before this one may have been killed before it could
+        state.wire.to_supervisor("step", state.shown)
     if state.done is None:
         state.evals.restore(note["eval_rounds"], note["eval_due"], now)
     for task in state.book.running.values():

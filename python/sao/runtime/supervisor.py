@@ -191,6 +191,8 @@ class Supervisor:
     def _on_push(self, message: Message) -> None:
         body = dict(message.body)
         if message.kind == "step":
+            if body["step"] <= self._last_step:
+                return  # told before, by a broker that was killed since
             point("supervisor.step")
             self._last_step_at, self._stall_s = time.monotonic(), STALL_S
             self._last_step = body["step"]
@@ -278,6 +280,7 @@ class Supervisor:
             for path in self._places.weights_folder.glob("weights-*"):
                 path.unlink(missing_ok=True)
             self._places = replace(self._places, resume_step=found.step, returns=self._places.returns + 1)
+            self._last_step = found.step
             self._report("resume", {"step": found.step, "version": found.version, "lost_steps": lost})
         for text in resuming.settle(found, folder):
             self._report("event", {"level": "warning", "text": f"learner: {text}"})
