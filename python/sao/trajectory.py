@@ -225,7 +225,7 @@ def encode_frames(
     needed = 2 if trajectory.sidecars else 1
     if needed not in formats:
         raise ValidationError(f"sidecars: need format {needed}, the reader reads {sorted(formats)}")
-    frames = (memoryview(array.reshape(-1).view(np.uint8)) for array in trajectory.sidecars.values())
+    frames = (array.reshape(-1).view(np.uint8).data for array in trajectory.sidecars.values())
     return (*encode(trajectory), *frames)
 
 

@@ -168,7 +168,8 @@ def _beside_nothing(call: Callable[[], object], seconds: float, at_most: int) ->
     """Durations in microseconds of `call`, and of loops as long as its median that only look at the clock."""
     clock = time.perf_counter_ns
     length = int(np.median(times_us(call, 0.05, at_most=50)) * 1e3)
-    busy, idle = [], []
+    busy: list[int] = []
+    idle: list[int] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end and len(busy) < at_most - 60:
         begin = clock()

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -124,7 +124,11 @@ def _run(how: str, size: int, count: int, pause_s: float) -> list[tuple[int, int
     """(received, sent) in nanoseconds of the monotonic clock for each payload."""
     with tempfile.TemporaryDirectory(prefix="sao-bench-") as folder:
         endpoint = "tcp://127.0.0.1:*" if how.endswith("tcp") else f"ipc://{folder}/s"
-        kinds = {"sao shared memory": _Shared, "zmq tcp": _Zmq, "zmq ipc": _Zmq}
+        kinds: dict[str, Callable[[str], _Shared | _Zmq | _Messages]] = {
+            "sao shared memory": _Shared,
+            "zmq tcp": _Zmq,
+            "zmq ipc": _Zmq,
+        }
         sink = kinds.get(how, _Messages)(endpoint)
         arguments = [how, sink.endpoint, str(size), str(count // PRODUCERS), str(pause_s)]
         command = [sys.executable, "-c", "import sys; from sao.bench.processes import produce; produce(*sys.argv[1:])"]
