@@ -56,7 +56,7 @@ class Environment(Protocol):
     reward_range: tuple[float, float]
     """Smallest and largest reward, inclusive. A reward outside is a failure of the grader."""
     replayable: bool
-    """Whether a lost episode may be played again, with the same seed and answers (false: the task has effects outside)."""
+    """Whether a lost episode may be played again with the same seed and answers (false: it has effects outside)."""
 
     async def reset(self, seed: int, split: str) -> tuple[Message, ...]:
         """Starts the task of (seed >= 0, split "train" or "eval"); returns the first messages, at least one."""
