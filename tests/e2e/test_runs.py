@@ -88,8 +88,8 @@ def test_every_documented_metric_is_recorded_and_every_recorded_one_documented(f
     }
     patterns |= {"deciles": re.compile(r"broker/survival_decile/\d$")}
     assert {name for name in recorded if not any(p.match(name) for p in patterns.values())} == set()
-    # These need failures, many rollouts, rewards that differ, or compaction.
-    rare = ("REASON", "survival_decile", "deciles", "explained_variance", "summary_tokens")
+    # These need failures, many rollouts, rewards that differ, compaction, or agents.
+    rare = ("REASON", "survival_decile", "deciles", "explained_variance", "summary_tokens", "drift")
     never = {name for name, p in patterns.items() if not any(p.match(done) for done in recorded)}
     assert {name for name in never if not any(word in name for word in rare)} == set()
 
