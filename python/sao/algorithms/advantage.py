@@ -86,7 +86,7 @@ def advantages(
         TypeError: an argument has a dtype, shape or device that cannot be taken.
     """
     as_torch = type(values).__module__.partition(".")[0] == "torch"
-    if as_torch and values.device.type != "cpu":  # type: ignore[attr-defined]
+    if as_torch and values.device.type not in ("cpu", "meta"):  # type: ignore[attr-defined]
         from sao.algorithms.advantage_torch import advantages_torch
 
         return advantages_torch(  # type: ignore[return-value]
