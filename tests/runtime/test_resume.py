@@ -172,6 +172,9 @@ def test_a_target_that_was_reached_is_an_end_too(run):
     sink.write(record("eval", {"step": 2, "success": 0.6, "version": 1, "n": 4}))
     assert "0.5 was reached at step 2" in resume.find(with_target, run.folder).finished
     assert resume.find(changed(run, "run.target_success=0.7"), run.folder).finished == ""
+    with ledger_of(run) as ledger:
+        step(run, ledger, 3, save=True)
+    assert "0.5 was reached at step 2" in resume.find(with_target, run.folder).finished, "saved a step later"
     sink.write(record("resume", {"step": 1, "version": 0, "lost_steps": 1}))
     assert resume.find(with_target, run.folder).finished == "", "that evaluation is of a line that was lost"
 

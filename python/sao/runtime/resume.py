@@ -126,8 +126,12 @@ def _finished(config: Config, run_folder: Path, step: int) -> str:
     if target is not None and metrics.exists():
         records = sinks.surviving(sinks.read(metrics))
         last = next((record for record in reversed(records) if record["kind"] == "eval"), {})
-        if last.get("step") == step and (last.get("success") or 0.0) >= target:
-            return f"the run is complete: run.target_success = {target:g} was reached at step {step}"
+        # an evaluation goes on beside the learner: by the time it ends the run, a later step may be saved
+        if 0 < last.get("step", 0) <= step and (last.get("success") or 0.0) >= target:
+            return (
+                f"the run is complete: run.target_success = {target:g} was reached at step {last['step']}; "
+                "raise it to train on"
+            )
     return ""
 
 
