@@ -126,6 +126,21 @@ def test_what_the_log_has_and_the_ledger_has_not_is_brought_in_line(lives):
     assert lives.ledger.tokens()["sampled"] == 5
 
 
+def test_answers_stay_known_after_two_kills(lives):
+    lives.join("g0", 8)
+    ordinals = [task["ordinal"] for task in lives.tasks["g0"]][:BATCH]
+    for ordinal in ordinals:
+        assert lives.give("g0", ordinal)["accepted"]
+    lives.state.take("t", BATCH, 0.0)
+    lives.step(lives.batches[-1]["lease"], 1, 5 * BATCH)
+    lives.commit_turn()
+    for _ in range(2):  # after the first one nothing lives in the segment that holds the answers
+        lives.again()
+        lives.commit_turn()
+    assert lives.give("g0", ordinals[0])["reason"] == "duplicate"
+    assert lives.ledger.tokens()["sampled"] == 5 * BATCH
+
+
 def turn(state: State, task: dict, part: int, tokens: int = 4, version: int = 0) -> None:
     body = {"ordinal": task["ordinal"], "attempt": task["attempt"], "part": part, "tokens": tokens, "version": version}
     recovery.turn(state, body, b"h%d" % part, b"p" * 10)
@@ -147,6 +162,28 @@ def test_a_lost_rollout_goes_on_after_its_turns_also_when_the_broker_dies_too(li
     assert lives.state.book.memory.prefix_tokens(task["ordinal"]) == 12
     recovery.diverged(lives.state, {**again, "sampled_tokens": 12})
     assert lives.ledger.tokens()["dropped"] == {"generator_lost": 0, "diverged": 12}
+    lives.commit_turn()
+    lives.again()
+    assert not lives.state.book.memory.prefixes
+    lives.ledger.check()
+
+
+def test_turns_whose_tokens_were_dropped_stay_dropped_when_the_broker_dies(lives):
+    lives.join("g0", 1)
+    (task,) = lives.tasks["g0"]
+    for part in (0, 1):
+        turn(lives.state, task, part)
+    lives.commit_turn()
+    lives.state.again(lives.state.book.live[task["ordinal"]], lives.state.pool.by_name["g0"], "deadline")
+    lives.commit_turn()
+    lives.again()
+    assert not lives.state.book.memory.prefixes and lives.ledger.tokens()["dropped"] == {"deadline": 8}
+    lives.join("g1", 1)
+    (again,) = lives.tasks["g1"]
+    assert again == {**task, "attempt": 1}
+    turn(lives.state, again, 0)
+    lives.give("g1", task["ordinal"], attempt=1)
+    lives.state.book.requeue(lives.state.book.live[task["ordinal"]], None, "rewound", None)  # as when steps are lost
     lives.commit_turn()
     lives.again()
     assert not lives.state.book.memory.prefixes

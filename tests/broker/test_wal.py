@@ -1,5 +1,6 @@
 """The log: what was flushed is there again, wherever the file was cut; damage is named; the disk is bounded."""
 
+import os
 import random
 
 import pytest
@@ -88,11 +89,14 @@ def test_the_disk_is_bounded_by_what_lives(tmp_path):
 
 
 def test_a_disk_that_cannot_be_written_is_an_error_with_the_files_name(tmp_path):
-    import os
-
     log = Log(tmp_path / "wal", sync=False)
     os.close(log._file)
     log._file = os.open("/dev/full", os.O_WRONLY)
     log.append(Kind.TRAJECTORY, 1, 0, 0, b"a", b"b", lives=True)
     with pytest.raises(LedgerError, match=r"00000001\.wal: cannot be written: .*No space left"):
         log.flush()
+    log.append(Kind.TRAJECTORY, 2, 0, 0, b"a", b"b", lives=True)
+    for again in (log.flush, log.roll):
+        with pytest.raises(LedgerError, match="No space left"):
+            again()
+    log.close()

@@ -191,9 +191,11 @@ class Memory:
                 numbers = msgpack.unpackb(record.header)
                 for pair in zip(numbers[::2], numbers[1::2], strict=True):
                     self._answered[pair] = None
-            elif record.kind == Kind.TRAJECTORY and record.attempt == attempt and phase != "requeued":
-                trajectories[record.ordinal] = (segment, record)
-                past.trajectories[record.ordinal] = (attempt, record.header, record.payload)
+            elif record.kind == Kind.TRAJECTORY:
+                turns.pop(record.ordinal, None)  # they are in it, whatever becomes of it
+                if record.attempt == attempt and phase != "requeued":
+                    trajectories[record.ordinal] = (segment, record)
+                    past.trajectories[record.ordinal] = (attempt, record.header, record.payload)
             elif record.kind == Kind.TURN and attempt >= 0:
                 known = turns[record.ordinal].get(record.part)
                 if known is None or known[1].attempt <= record.attempt:
@@ -212,6 +214,8 @@ class Memory:
                 self._answered.pop((ordinal, attempt), None)  # of this end the ledger has not heard
         while len(self._answered) > ANSWERED:
             self._answered.popitem(last=False)
+        # Once more into the newest segment: those that they were read from may be deleted after the first commit.
+        self._new_answers += itertools.chain.from_iterable(self._answered)
         past.note = self._last_note(notes)
         past.n_bytes = sum(record.n_bytes for _, record in found.records)
         log.found = type(found)()

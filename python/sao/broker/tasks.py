@@ -235,7 +235,9 @@ class TaskBook:
         if task.state == "running" and not goes_on:
             tokens = max(tokens or 0, self.memory.prefix_tokens(task.ordinal))
         self.ledger.requeue(task.ordinal, reason, tokens)
-        self.memory.gone(task.ordinal, turns=not goes_on)
+        self.memory.gone(task.ordinal, turns=False)
+        if not goes_on:  # said in the log, too, where the turns still are: the task itself is not over
+            self.memory.begin_anew(task.ordinal, task.attempt)
         if task.state == "running":
             self._stop(task, generator)
         task.state, task.attempt = "queued", task.attempt + 1

@@ -78,8 +78,8 @@ class Found:
 class Log:
     """The segments in `folder`, open for appending. `sync`: `flush` waits for the disk too.
 
-    Raises `LedgerError` when the files cannot be used; a write that has failed is repeated by nobody, every later call
-    raises.
+    Raises `LedgerError` when the files cannot be used; a write that has failed is repeated by nobody, every later
+    `flush` raises.
     """
 
     def __init__(self, folder: Path, *, sync: bool, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -89,6 +89,7 @@ class Log:
         self._pending: list[Buffer] = []
         self._pending_bytes = 0
         self._file = -1
+        self._failure: LedgerError | None = None
         self._current = 0
         self.flushes = self.written_bytes = 0
         try:
@@ -147,6 +148,8 @@ class Log:
 
     def flush(self) -> None:
         """Writes what was appended, and waits for the disk if asked to."""
+        if self._failure is not None:
+            raise self._failure
         if not self._pending:
             return
         point("log.append")
@@ -159,7 +162,8 @@ class Log:
         except OSError as error:
             os.close(self._file)
             self._file = -1
-            raise LedgerError(f"{self._segments[self._current].path}: cannot be written: {error}") from error
+            self._failure = LedgerError(f"{self._segments[self._current].path}: cannot be written: {error}")
+            raise self._failure from error
         self.flushes += 1
         self.written_bytes += sum(memoryview(part).nbytes for part in pending)
         point("log.written")
@@ -189,11 +193,6 @@ class Log:
         oldest = min(self._segments)
         if oldest != self._current and self.n_bytes > 2 * self.live_bytes + 4 * self._segment_bytes:
             self._move_on(oldest)
-
-    def delete_all_before_now(self) -> None:
-        """Deletes every segment but the newest: all that counts was appended again and flushed."""
-        for number in [number for number in self._segments if number != self._current]:
-            self._delete(number)
 
     def close(self, *, remove: bool = False) -> None:
         """Flushes and closes; `remove`: deletes all files, too."""
