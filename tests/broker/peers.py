@@ -35,7 +35,7 @@ class Process:
         with self.log.open("ab") as log:
             self.child = subprocess.Popen(argv, stderr=log, stdout=log)
 
-    def wait(self, deadline_s: float = 10.0) -> int:
+    def wait(self, deadline_s: float = 60.0) -> int:
         """Its exit code."""
         return self.child.wait(deadline_s)
 

@@ -221,6 +221,7 @@ def test_streams_and_usage(tiny_model: Path) -> None:
         ({"messages": []}, "messages: expected a list"),
         ({"messages": [ours("x")]}, "begun for the policy"),
         ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\]: expected an object with a role"),
+        ({"messages": [{"role": [], "content": "x"}]}, r"messages\[0\]: expected an object with a role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, r"messages\[0\].content: expected text"),
         ({"messages": [{**ours("x"), "tool_calls": [{}]}, user("a")]}, r"messages\[0\].tool_calls"),
         ({"stream_options": {"x": 1}}, "stream_options"),
@@ -255,6 +256,11 @@ def test_keys_rewards_and_errors_over_http(tiny_model: Path) -> None:
         status, body = await post("/v1/nothing", {})
         assert status == 404 and body["error"]["type"] == "not_found_error"
         assert (await post("/v1/sessions", {}))[0] == 401
+        host, _, port = access.base_url.removeprefix("http://").removesuffix("/v1").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/sessions HTTP/1.0\r\nAuthorization: Bearer \xff\r\n\r\n")  # no text in any encoding
+        assert (await reader.readline()).split()[1] == b"401"
+        writer.close()
         # The key with which the policy's text is asked for does not give rewards.
         assert (await post("/v1/sessions/reward", {"reward": 1.0}))[0] == 401
         for wrong in (1.5, "1", None, float("nan"), True):
@@ -426,6 +432,28 @@ def test_one_program_plays_many_episodes_and_is_started_again(tiny_model: Path, 
     assert [t.reward for t in (one, two, five)] == [0.1, 0.2, 0.5] and one.temperature == 0.0
     assert (closed.reason, closed.detail) == ("agent_failed", "grader gone")
     assert died.reason == "agent_exit" and "exit code 9" in died.detail
+
+
+def test_a_program_that_cannot_be_started_is_tried_again(tiny_model: Path, tmp_path: Path) -> None:
+    program = tmp_path / "worker.py"
+    program.write_text(WORKER)
+    env = Agent([sys.executable, "-S", str(program)], start="once")
+    real, fails = env.run, iter([True])
+
+    async def run(*arguments: Any) -> Any:
+        if next(fails, False):
+            raise EnvironmentFailure("agent_start", "no more processes")
+        return await real(*arguments)
+
+    env.run = run  # type: ignore[method-assign]
+
+    async def main() -> Trajectory:
+        async with hosting(configured(tiny_model), ScriptedEngine(says(20, END)), env) as host, asyncio.timeout(60):
+            with pytest.raises(EnvironmentFailure, match="agent_start: no more processes"):
+                await host.play(env, Task(2, 0, 2, "eval"), sampling_seed=1, progress=Progress())
+            return await host.play(env, Task(1, 0, 1, "eval"), sampling_seed=1, progress=Progress())
+
+    assert asyncio.run(main()).reward == 0.1
 
 
 def test_an_agent_from_elsewhere_finds_address_and_token(tiny_model: Path, tmp_path: Path) -> None:

@@ -393,19 +393,19 @@ def test_a_rebuilt_window_opens_a_new_segment_and_keeps_both(tiny_model: Path) -
 
 
 def test_the_wall_clock_truncates_an_episode_and_says_so(tiny_model: Path) -> None:
-    limits = {"env": {"episode_timeout_s": 0.3, "step_timeout_s": 60.0, "max_turns": 100}}
+    limits = {"env": {"episode_timeout_s": 1.5, "step_timeout_s": 60.0, "max_turns": 100}}
 
     async def forever() -> None:
         await asyncio.sleep(60)
 
     began = time.monotonic()
     trajectory = play(tiny_model, Play(turn("c", 0.25), forever), sections=limits)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert (trajectory.termination.kind, trajectory.termination.reason) == ("truncated", "time_limit")
     assert trajectory.n_actions == 6 and trajectory.reward == 0.0  # both turns, the second one unanswered
     assert [reward for _, _, reward in trajectory.turn_rewards] == [0.25]
     slow = ScriptedEngine(says(20, END, delay_s=60))
-    with pytest.raises(EnvironmentFailure, match=r"timeout: no turn within env\.episode_timeout_s = 0\.3"):
+    with pytest.raises(EnvironmentFailure, match=r"timeout: no turn within env\.episode_timeout_s = 1\.5"):
         play(tiny_model, Play(), slow, sections=limits)
 
 
@@ -416,17 +416,17 @@ def test_calls_of_environments_wait_for_their_turn_and_not_on_their_deadline(tin
         async def step(self, text: str) -> StepResult:
             Counting.now += 1
             Counting.most = max(Counting.most, Counting.now)
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.4)
             Counting.now -= 1
             return done(1.0)
 
     async def main() -> list[Trajectory]:
-        config, renderer = configured(tiny_model, env={"step_timeout_s": 0.15}), Renderer(tiny_model)
+        config, renderer = configured(tiny_model, env={"step_timeout_s": 2.0}), Renderer(tiny_model)
         engine, calls = ScriptedEngine(says(20, 21, END)), asyncio.Semaphore(2)
         return await asyncio.gather(
             *(
                 run_episode(engine, Counting(), renderer, Task(n, 0, n, "train"), config, calls=calls)
-                for n in range(12)  # six rounds of 0.05 s: the last ones wait longer than their own deadline
+                for n in range(12)  # six rounds of 0.4 s: the last ones wait longer than their own deadline
             )
         )
 

@@ -111,8 +111,8 @@ def test_an_unknown_key_is_refused_at_once_and_named(server: Server, folder: Pat
     shutil.copy(folder / "broker.key", other / "broker.key")  # the right broker, another's own key
     start = time.monotonic()
     with known(server, other) as client, pytest.raises(TransportError, match=f"the key 'generator' of {other} is not"):
-        client.connect(20)
-    assert time.monotonic() - start < 5
+        client.connect(60)
+    assert time.monotonic() - start < 20  # at once, not at the deadline
     assert server.joined == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -191,9 +192,19 @@ def test_a_chunk_that_never_comes_is_named(bus: Bus) -> None:
     start = time.monotonic()
     with pytest.raises(WeightsError, match=r"version 2 from .*: waited 1 s for the chunk at byte 262144 of \d{7}"):
         bus.pull(bus.publish(2), patience_s=1.0)
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < 15.0  # not for ever, on however busy a machine
     assert bus.files() == ["weights-0000000001.safetensors"]
     assert same(load(before.ref), tensors(1))
+
+
+def test_a_version_that_cannot_be_read_is_named_and_the_others_are_served_on(bus: Bus) -> None:
+    ref = bus.publish(1)
+    kept = bus.server._open[1]
+    os.close(kept.file)
+    kept.file = os.open(os.devnull, os.O_WRONLY)
+    with pytest.raises(WeightsError, match=r"version 1 cannot be read: .*Bad file descriptor"):
+        bus.pull(ref)
+    assert bus.pull(bus.publish(2)).ref.version == 2
 
 
 def test_a_server_that_is_gone_is_named(bus: Bus) -> None:

@@ -28,7 +28,7 @@ ROLES: Final = ("generator", "learner", "supervisor", "visitor")  # a visitor re
 WORKERS: Final = ("generator", "learner")
 KEPT_MESSAGES: Final = 1000  # for a supervisor that has not joined yet
 TICK_S: Final = 1.0
-MAX_TOKENS: Final = 1 << 40  # that one rollout may claim to have sampled
+MAX_TOKENS: Final = 1 << 40  # that one rollout may claim to have sampled; no number of a turn is larger
 AWAY: Final = ("silent", "unreachable")  # how reasons begin with which a peer may be back
 LEARNER_GRACE_S: Final = 60.0  # for a learner that has left to come back
 
@@ -209,8 +209,9 @@ class Broker:
 
     def _turn(self, request: Request, now: float) -> None:
         body, frames = request.body, request.message.frames
-        if len(frames) != 2 or min(body["tokens"], body["version"], body["part"]) < 0:
-            raise WireError(f"turn: expected 2 frames and numbers >= 0, got {len(frames)} frames and {body}")
+        numbers = body["tokens"], body["version"], body["part"]
+        if len(frames) != 2 or not all(0 <= number < MAX_TOKENS for number in numbers):
+            raise WireError(f"turn: expected 2 frames and numbers in [0, {MAX_TOKENS}), got {len(frames)} and {body}")
         recovery.turn(self.state, body, frames[0], frames[1])
 
     def _diverged(self, request: Request, now: float) -> None:

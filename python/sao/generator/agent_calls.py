@@ -153,7 +153,8 @@ def _messages(given: Any) -> tuple[Message, ...]:
 
 def _message(index: int, given: Any) -> Message:
     where = f"messages[{index}]"
-    if not isinstance(given, dict) or given.get("role") not in _ROLES:
+    role = given.get("role") if isinstance(given, dict) else None
+    if not isinstance(role, str) or role not in _ROLES:
         raise ApiError(400, f"{where}: expected an object with a role of {', '.join(_ROLES)}", param=where)
     if given.get("tool_calls") or given.get("function_call"):
         raise ApiError(400, f"{where}.tool_calls: {_WHY['tools']}", param=f"{where}.tool_calls")
@@ -165,4 +166,4 @@ def _message(index: int, given: Any) -> Message:
         content = "".join(texts) if all(isinstance(text, str) for text in texts) else None  # type: ignore[arg-type]
     if not isinstance(content, str):
         raise ApiError(400, f"{where}.content: expected text", param=f"{where}.content")
-    return Message(_ROLES[given["role"]], content)
+    return Message(_ROLES[role], content)

@@ -140,19 +140,26 @@ class AgentHost:
         """Runs the program that serves all episodes; when it ends, the episodes that it had fail, and it runs again."""
         variables = {"SAO_AGENT_URL": self._server.base_url, "SAO_AGENT_TOKEN": self._server.token}
         while True:
-            process = await env.run(env.command, variables)
-            assert process.stdout is not None and process.stderr is not None
             try:
-                _, err = await asyncio.gather(tail(process.stdout), tail(process.stderr))
-                code = await process.wait()
-            finally:
-                await end(process)
-            text = f"the agents' program ended with exit code {code}: {err.decode(errors='replace').strip()}"
-            log.warning("%s", text)
+                failure = EnvironmentFailure("agent_exit", await self._run(env, variables))
+            except EnvironmentFailure as error:  # it could not be started now
+                failure = error
+            log.warning("%s", failure)
             for session in list(self._waiting):
-                session.failure = EnvironmentFailure("agent_exit", text)
+                session.failure = failure
                 session.ended.set()
             await asyncio.sleep(RESTART_S)
+
+    async def _run(self, env: Agent, variables: dict[str, str]) -> str:
+        """Runs the program to its end; how it ended. Raises `EnvironmentFailure` (`agent_start`)."""
+        process = await env.run(env.command, variables)
+        assert process.stdout is not None and process.stderr is not None
+        try:
+            _, err = await asyncio.gather(tail(process.stdout), tail(process.stderr))
+            code = await process.wait()
+        finally:
+            await end(process)
+        return f"the agents' program ended with exit code {code}: {err.decode(errors='replace').strip()}"
 
     def _truncated(self, session: AgentSession, why: str) -> Trajectory:
         low, high = session.reward_range

@@ -16,6 +16,7 @@ import hmac
 import json
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from sao.envs.agent import Access
@@ -123,15 +124,15 @@ class AgentServer:
         return response
 
     async def _open(self, request: web.Request) -> web.StreamResponse:
-        if not hmac.compare_digest(_key(request).encode(), self.token.encode()):
+        if not hmac.compare_digest(_key(request).encode(errors="surrogateescape"), self.token.encode()):
             raise ApiError(401, "the server's token is needed to open a session", code="invalid_api_key")
         wait_s = (await _body(request)).get("wait_s", 30.0)
         if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= MAX_WAIT_S:
             raise ApiError(400, f"wait_s: {wait_s!r}, expected 0 to {MAX_WAIT_S:g}", param="wait_s")
         async with self._news:
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait_for(lambda: self._offered), wait_s)
-            except TimeoutError:
+            if not self._offered:
                 return web.Response(status=204)
             session = self._offered.popleft()
         found = {"api_key": session.api_key, "reward_key": session.reward_key, "base_url": self.base_url}

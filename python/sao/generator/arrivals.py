@@ -29,9 +29,12 @@ class Arrivals:
         if not ref.source or Path(ref.path).exists():
             return ref
         if self._last is None or (self._last.version, self._last.fingerprint) != (ref.version, ref.fingerprint):
-            pulled = await asyncio.to_thread(self._puller_of(source_of(ref, self._broker)).pull, ref)
-            self._last = pulled.ref
+            self._last = await asyncio.to_thread(self._pull, ref)
         return self._last
+
+    def _pull(self, ref: WeightsRef) -> WeightsRef:
+        """Waits for the network, also where the line to an earlier source is closed: not for the event loop."""
+        return self._puller_of(source_of(ref, self._broker)).pull(ref).ref
 
     def _puller_of(self, endpoint: str) -> Puller:
         if self._puller is None or self._puller.endpoint != endpoint:

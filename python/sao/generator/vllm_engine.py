@@ -412,7 +412,8 @@ class VllmEngine:
     async def _apply(self, ref: WeightsRef) -> None:
         llm = self._llm
         await self._call("update: pause", llm.pause_generation(mode="keep", clear_cache=self._recompute))
-        bounds = await arrived(llm, [f.queue.request_id for f in self._flights.values() if f.queue is not None])
+        requests = [flight.queue.request_id for flight in self._flights.values() if flight.queue is not None]
+        bounds = await self._call("update: arrive", arrived(llm, requests))
         if self._lora_rank is None:
             await self._call("update: load", llm.finish_weight_update(str(ref.version)))
             report = await self._report()

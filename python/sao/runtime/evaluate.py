@@ -91,6 +91,7 @@ async def _play_all(
             rewards.append(trajectory.reward)
 
     first: Any = registry.make(config.env.name, **config.env.args)
+    await first.close()
     agents = None
     try:
         for each in engines:
@@ -106,7 +107,6 @@ async def _play_all(
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     finally:
-        await first.close()
         if agents is not None:
             await agents.close()
         for each in engines:

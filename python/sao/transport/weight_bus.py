@@ -130,7 +130,10 @@ class WeightsServer:
             if not (0 <= offset < kept.n_bytes and 0 < size <= LARGEST_BYTES):
                 raise WeightsError(f"{size} bytes at {offset}: the file has {kept.n_bytes}, a chunk {LARGEST_BYTES}")
             kept.used = time.monotonic()
-            chunk = os.pread(kept.file, size, offset)
+            try:
+                chunk = os.pread(kept.file, size, offset)
+            except OSError as error:  # of this version alone: the others are served on
+                raise WeightsError(f"version {version} cannot be read: {error}") from None
         self.sent_bytes += len(chunk)
         about = {"version": version, "offset": offset, "total": kept.n_bytes, "crc32": zlib.crc32(chunk)}
         return Reply("chunk", about, (chunk,))
