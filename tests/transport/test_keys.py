@@ -124,9 +124,11 @@ def test_no_key_is_refused_and_named(server: Server) -> None:
     assert server.joined == []
 
 
-def test_a_key_where_none_are_used_is_refused_at_once(folder: Path) -> None:
+def test_a_key_where_none_are_used_is_refused_and_named(folder: Path) -> None:
+    # At once, unless the server has closed the connection before its greeting was read.
+    fault = "refused: no keys are used there|has another key than .* says, or none"
     server = Server(TCP).start()
-    with known(server, folder) as client, pytest.raises(TransportError, match="refused: no keys are used there"):
+    with known(server, folder) as client, pytest.raises(Error, match=fault):
         client.connect(20)
     server.stop()
 

@@ -62,7 +62,7 @@ class Watch:
             self.fatal = TransportError(f"{self._endpoint}: refused: {text}")
         elif kind == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL and keys is not None:
             self._faulty = True
-            self.trouble = f"the handshake fails: what listens there has another key than {keys.folder} says"
+            self.trouble = f"the handshake fails: what listens there has another key than {keys.folder} says, or none"
         elif kind in (zmq.Event.HANDSHAKE_FAILED_NO_DETAIL, zmq.Event.HANDSHAKE_FAILED_PROTOCOL):
             self._faulty = True
             self.trouble = "the handshake fails: what listens there needs keys, or does not speak this protocol"
