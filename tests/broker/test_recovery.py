@@ -8,7 +8,7 @@ import pytest
 from tests.broker.broker_world import BATCH, World, config, trajectory
 
 from sao import _core
-from sao.broker import recovery
+from sao.broker import dispatch, recovery
 from sao.broker.memory import Memory, open_log
 from sao.broker.state import State
 from sao.trajectory import encode
@@ -190,6 +190,18 @@ def test_turns_whose_tokens_were_dropped_stay_dropped_when_the_broker_dies(lives
     lives.ledger.check()
 
 
+def test_many_turns_go_out_in_several_messages(lives, monkeypatch):
+    monkeypatch.setattr(dispatch, "FRAMES", 6)
+    lives.join("g0", 5)
+    for task in lives.tasks["g0"]:
+        for part in range(2):
+            turn(lives.state, task, part)
+    lives.state.generator_left("g0", "killed", 1.0)
+    lives.join("g1", 5)
+    assert [len(frames) for frames in lives.frames_sent] == [8, 8, 4]
+    assert [task["turns"] for task in lives.tasks["g1"]] == [2] * 5
+
+
 def test_turns_are_bounded_in_bytes(lives):
     lives.memory._prefix_limit = 30
     lives.join("g0", 3)
@@ -219,3 +231,20 @@ def test_the_log_of_a_long_run_stays_small_and_answers_stay_known(tmp_path):
     lives.again()
     assert (lives.state.step, lives.state.versions.current) == (399, 399)
     assert lives.give("g0", 4 * 390)["reason"] == "duplicate"
+
+
+def test_turns_of_a_rollout_that_was_begun_anew_do_not_come_back_behind_new_ones(lives):
+    lives.join("g0", 2)
+    task, other = lives.tasks["g0"]
+    for part in (0, 1, 2):
+        turn(lives.state, task, part)
+    turn(lives.state, other, 0)  # lives in the same segment, which therefore stays
+    lost = lives.memory.prefix_tokens(task["ordinal"])
+    recovery.diverged(lives.state, {**task, "sampled_tokens": lost})
+    body = {"ordinal": task["ordinal"], "attempt": task["attempt"], "part": 0, "tokens": 5, "version": 0}
+    recovery.turn(lives.state, body, b"other", b"q" * 10)
+    lives.commit_turn()
+    lives.again()
+    prefix = lives.state.book.memory.prefixes[task["ordinal"]]
+    assert (prefix.turns, prefix.n_tokens) == ([(b"other", b"q" * 10)], 5)
+    assert lives.ledger.tokens()["sampled"] == lives.ledger.tokens()["dropped"]["diverged"] == lost

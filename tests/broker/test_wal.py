@@ -100,3 +100,13 @@ def test_a_disk_that_cannot_be_written_is_an_error_with_the_files_name(tmp_path)
         with pytest.raises(LedgerError, match="No space left"):
             again()
     log.close()
+
+
+def test_a_file_that_is_no_segment_is_left_alone(tmp_path):
+    stray = tmp_path / "wal" / "00000001 (copy).wal"
+    stray.parent.mkdir()
+    stray.write_bytes(b"not ours")
+    log = Log(tmp_path / "wal", sync=False)
+    assert not log.found.damage and log.n_segments == 1
+    log.close(remove=True)
+    assert stray.read_bytes() == b"not ours"

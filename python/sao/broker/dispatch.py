@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from sao.broker.tasks import Generator, task_seed
 from sao.transport.messages import Buffer
 
 if TYPE_CHECKING:
     from sao.broker.state import State
+
+FRAMES: Final = 1 << 14  # of a message, from which on further tasks are another; peers read four times as many
 
 
 def dispatch(state: State, now: float) -> None:
@@ -32,8 +34,14 @@ def dispatch(state: State, now: float) -> None:
         tasks.append(task)
         if "turns" in task:
             frames += [part for turn in state.book.memory.prefixes[task["ordinal"]].turns for part in turn]
+            if len(frames) >= FRAMES:
+                _send(state, generator.name, *out.pop(generator.name))
     for name, (tasks, frames) in out.items():
-        state.wire.to_generator(name, "tasks", {"tasks": tasks}, *([tuple(frames)] if frames else []))
+        _send(state, name, tasks, frames)
+
+
+def _send(state: State, name: str, tasks: list[dict[str, Any]], frames: list[Buffer]) -> None:
+    state.wire.to_generator(name, "tasks", {"tasks": tasks}, *([tuple(frames)] if frames else []))
 
 
 def _start(state: State, generator: Generator, now: float) -> dict[str, Any]:

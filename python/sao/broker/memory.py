@@ -9,6 +9,7 @@ to anyone; at a restart it is brought in line with the ledger.
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,12 +40,15 @@ class Past:
 
 @dataclass(slots=True)
 class Prefix:
-    """The turns of a rollout that runs: (header, payload) of each, their tokens, the newest version in them."""
+    """The turns of a rollout that runs: (header, payload) of each, their tokens, the newest version in them. mark: a
+    checksum over all of them.
+    """
 
     turns: list[tuple[bytes, bytes]] = field(default_factory=list)
     n_tokens: int = 0
     version: int = 0
     n_bytes: int = 0
+    mark: int = 0
 
 
 class Memory:
@@ -82,9 +86,10 @@ class Memory:
         if self.prefix_bytes + memoryview(header).nbytes + memoryview(payload).nbytes > self._prefix_limit:
             self.begin_anew(ordinal, attempt)
             return
+        behind = self._behind(ordinal)
         self._keep_turn(ordinal, n_tokens, version, bytes(header), bytes(payload))
         if self.log is not None:
-            head = msgpack.packb([n_tokens, version, bytes(header)])
+            head = msgpack.packb([n_tokens, version, bytes(header), behind])
             self.log.append(Kind.TURN, ordinal, attempt, part, head, payload, lives=True)
 
     def begin_anew(self, ordinal: int, attempt: int) -> int:
@@ -164,7 +169,14 @@ class Memory:
         prefix.turns.append((header, payload))
         prefix.n_tokens, prefix.version = prefix.n_tokens + n_tokens, max(prefix.version, version)
         prefix.n_bytes += len(header) + len(payload)
+        prefix.mark = zlib.crc32(payload, zlib.crc32(header, prefix.mark))
         self.prefix_bytes += len(header) + len(payload)
+
+    def _behind(self, ordinal: int) -> int:
+        """Of which turns the next one is a continuation: a number over all that are kept of the rollout. A record that
+        continues others, of the same attempt before it was begun anew, is told by it and does not count.
+        """
+        return self.prefixes[ordinal].mark if ordinal in self.prefixes else 0
 
     def _drop_turns(self, ordinal: int) -> None:
         prefix = self.prefixes.pop(ordinal, None)
@@ -205,10 +217,12 @@ class Memory:
             self._answered[record.ordinal, record.attempt] = None
         for ordinal, parts in turns.items() if self._prefix_limit else ():
             for segment, record in _chain(parts) if ordinal not in trajectories else ():
-                log.keep(segment, record)
                 if record.header.nbytes:
-                    n_tokens, version, header = msgpack.unpackb(record.header)
+                    n_tokens, version, header, behind = msgpack.unpackb(record.header)
+                    if behind != self._behind(ordinal):
+                        break
                     self._keep_turn(ordinal, n_tokens, version, header, bytes(record.payload))
+                log.keep(segment, record)
         for ordinal, (attempt, phase) in unfinished.items():
             if phase in ("issued", "generating") and ordinal not in trajectories:
                 self._answered.pop((ordinal, attempt), None)  # of this end the ledger has not heard

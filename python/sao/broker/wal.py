@@ -14,6 +14,7 @@ told by file and byte, and the records around it are kept.
 from __future__ import annotations
 
 import os
+import re
 import struct
 import zlib
 from collections import defaultdict
@@ -34,6 +35,7 @@ _HEAD: Final = struct.Struct("<4sB3xQIIIII")
 _CRC: Final = struct.Struct("<I")
 HEAD_BYTES: Final = _HEAD.size + _CRC.size
 _SUFFIX: Final = ".wal"
+_NUMBER: Final = re.compile(r"[0-9]{8,}")
 
 
 class Kind(IntEnum):
@@ -231,7 +233,7 @@ class Log:
 
     def _open(self) -> Found:
         found = Found()
-        paths = sorted(self._folder.glob(f"*{_SUFFIX}"))
+        paths = sorted(path for path in self._folder.glob(f"*{_SUFFIX}") if _NUMBER.fullmatch(path.stem))
         for path in paths:
             number = int(path.stem)
             self._segments[number] = _Segment(path, path.stat().st_size)
