@@ -83,6 +83,20 @@ def test_nothing_is_handed_out_before_the_learner_continues_and_generators_have_
     assert {task["split"] for task in world.tasks["g0"]} == {"eval", "train"}, "the round of step 2 may have been lost"
 
 
+def test_a_learner_that_lost_steps_without_new_weights_is_refused(tmp_path: Path) -> None:
+    world = World(config(), tmp_path / "ledger.log")
+    world.state.learner_joined({"session": "a", "step": 0, "weights": None})
+    world.join("g0", 0)
+    world.slots("g0", BATCH)
+    world.take()
+    world.answer_all("g0")
+    world.commit(weights=False)  # as in a warm-up of the critic
+    with pytest.raises(TransportError, match="continues after step 0, the run after step 1"):
+        world.state.learner_joined({"session": "b", "step": 0, "weights": None})
+    world.state.learner_joined({"session": "c", "step": 1, "weights": None})
+    assert world.state.step == 1
+
+
 def test_an_evaluation_round_that_was_not_due_is_not_played_at_a_resume(tmp_path: Path) -> None:
     cfg = config(eval={"every_steps": 2, "episodes": 1})
     world = World(cfg, tmp_path / "ledger.log", resumed=0)

@@ -198,13 +198,12 @@ class State:
         session, self.learner_back_by = hello.get("session", ""), None
         if session and session == self.learner_session:
             return  # it was here before, and holds what it was given
+        step, weights = hello.get("step", self.step), hello.get("weights")
+        if step != self.step:  # what was trained in the steps between would be in the books and in no weights
+            raise TransportError(f"the learner continues after step {step}, the run after step {self.step}")
         for lease in sorted(self.leases, reverse=True):
             leases.give_back(self, lease)
         self.learner_session = session
-        step, weights = hello.get("step", self.step), hello.get("weights")
-        if self.awaiting and step != self.step:
-            raise TransportError(f"the learner continues after step {step}, the run after step {self.step}")
-        self.step = step
         if weights and not self.versions.repeated(weights):
             self.versions.check(weights)
             self._publish(weights)
