@@ -14,7 +14,9 @@ from sao.errors import EnvironmentFailure
 RANGE = (0.0, 1.0)
 
 
-@pytest.mark.parametrize("reward", [None, "", "abc", "1.0", math.nan, math.inf, -math.inf, -0.5, 1.5, 1j, [1.0]])
+@pytest.mark.parametrize(
+    "reward", [None, "", "abc", "1.0", math.nan, math.inf, -math.inf, -0.5, 1.5, 10**400, 1j, [1.0]]
+)
 def test_what_is_no_reward_is_a_failure_never_zero(reward: Any) -> None:
     with pytest.raises(EnvironmentFailure) as failure:
         check_step(StepResult((), reward, True), RANGE)
@@ -52,7 +54,7 @@ def test_a_step_returns_a_step_result(result: Any) -> None:
 
 @pytest.mark.parametrize(
     "messages",
-    [None, (), "text", ["text"], (Message("robot", "x"),), (Message("user", None),)],  # type: ignore[arg-type]
+    [None, (), "text", ["text"], (Message("robot", "x"),), (Message("user", None),), (Message("user", "\udcff"),)],  # type: ignore[arg-type]
 )
 def test_messages_are_messages_of_a_known_role(messages: Any) -> None:
     with pytest.raises(EnvironmentFailure, match="bad_messages"):

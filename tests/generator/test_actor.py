@@ -59,6 +59,12 @@ class Count:
         self.turns += 1
         if self.trouble == "fail":
             raise EnvironmentFailure("tool_gone", "no such tool")
+        if self.trouble == "odd failure":
+            raise EnvironmentFailure("tool_gone", "no such file: \udcff")
+        if self.trouble == "odd text":
+            return StepResult((Message("tool", "\udcff"),), None, False)
+        if self.trouble == "odd reward":
+            return StepResult((), 10**400, True)
         if self.trouble == "hang":
             await asyncio.sleep(3600)
         return StepResult((), 1.0, True) if self.turns == 2 else StepResult((Message("tool", "c"),), None, False)
@@ -79,13 +85,13 @@ class Broker:
         self.accept = True
         self._news = threading.Condition()
         self.actor = Actor(endpoint, on_join=self._join, on_leave=self._leave, heartbeat_s=0.1, peer_timeout_s=1.0)
-        for kind in ("slots", "trajectory", "failure", "eval_result", "stats", "loaded"):
+        for kind in ("slots", "trajectory", "failure", "eval_result", "stats", "loaded", "diverged", "turn"):
             self.actor.on(kind, self._take)
         self._thread = threading.Thread(target=self.actor.run, daemon=True)
         self._thread.start()
 
-    def push(self, kind: str, **body: Any) -> None:
-        self.actor.call(lambda: self.actor.mailbox.push(self.peers[-1], kind, body))
+    def push(self, kind: str, frames: tuple[bytes, ...] = (), **body: Any) -> None:
+        self.actor.call(lambda: self.actor.mailbox.push(self.peers[-1], kind, body, frames))
 
     def tasks(self, *ordinals: int, split: str = "train", attempt: int = 1) -> None:
         self.push("tasks", tasks=[{"ordinal": n, "attempt": attempt, "seed": n, "split": split} for n in ordinals])
@@ -254,6 +260,9 @@ def test_evaluation_is_greedy_and_sends_a_result_only(tiny_model: Path, broker: 
     ("trouble", "script", "reason", "tokens"),
     [
         ("fail", lambda r, n: Reply([20, 21, END]), "tool_gone", 3),
+        ("odd failure", lambda r, n: Reply([20, 21, END]), "tool_gone", 3),
+        ("odd text", lambda r, n: Reply([20, 21, END]), "bad_messages", 3),
+        ("odd reward", lambda r, n: Reply([20, 21, END]), "bad_reward", 3),
         ("", lambda r, n: Reply([20, END], [-1, float("nan")]), "bad_logprob", 2),
         ("", lambda r, n: Reply([20, 21, END], [-1, -1]), "no_token_capture", 3),
         ("", lambda r, n: Reply([20] if n else [20, END], stop_reason="abort" if n else "stop"), "aborted", 3),
@@ -273,6 +282,14 @@ def test_failures_are_messages_with_a_reason(
     assert failure["sampled_tokens"] == tokens
     assert result["reward"] is None and result["reason"] == reason
     assert not broker.trajectories and Count.open == 0
+
+
+def test_turns_that_are_none_cost_only_themselves(tiny_model: Path, broker: Broker) -> None:
+    tasks = [{"ordinal": n, "attempt": 1, "seed": n, "split": "train", "turns": 1} for n in (5, 6)]
+    with running(broker, configured(tiny_model), engine_that(lambda r, n: Reply([20, 21, END]))):
+        broker.push("tasks", (b"\xc1", b"", b"\xc1", b""), tasks=[*tasks, {**tasks[0], "ordinal": 7, "turns": 0}])
+        broker.wait(lambda: len(broker.trajectories) == 3)
+    assert [body["ordinal"] for body in broker.all("diverged")] == [5, 6]
 
 
 def test_the_newest_weights_win(tiny_model: Path, broker: Broker) -> None:

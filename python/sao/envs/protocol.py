@@ -84,10 +84,22 @@ def check_reward(reward: Any, reward_range: tuple[float, float]) -> float:
     low, high = reward_range
     if not isinstance(reward, Real):
         raise EnvironmentFailure("bad_reward", f"reward: {reward!r}, expected a number in [{low}, {high}]")
-    value = float(reward)
+    try:
+        value = float(reward)
+    except OverflowError:  # an integer beyond all floats
+        value = math.inf
     if not math.isfinite(value) or not low <= value <= high:
         raise EnvironmentFailure("bad_reward", f"reward: {value!r}, expected a number in [{low}, {high}]")
     return value
+
+
+def is_unicode(text: str) -> bool:
+    """Whether the text can be encoded: what Python decodes with `surrogateescape`, and some JSON, cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_messages(messages: Any, what: str) -> tuple[Message, ...]:
@@ -101,6 +113,8 @@ def check_messages(messages: Any, what: str) -> tuple[Message, ...]:
             )
         if not isinstance(message.content, str):
             raise EnvironmentFailure("bad_messages", f"{what}[{index}].content: {message.content!r}, expected text")
+        if not is_unicode(message.content):
+            raise EnvironmentFailure("bad_messages", f"{what}[{index}].content: half of a surrogate pair is no text")
     return tuple(messages)
 
 

@@ -43,7 +43,7 @@ from sao.generator.seeds import derive_seed
 from sao.trajectory import Trajectory, encode
 from sao.transport.client import Client
 from sao.transport.keys import client_keys
-from sao.transport.messages import Message
+from sao.transport.messages import Buffer, Message
 from sao.transport.reference import WeightsRef
 
 if TYPE_CHECKING:
@@ -219,8 +219,8 @@ class Generator:
             self._received += len(body["tasks"])
             frames = iter(message.frames)
             for task in body["tasks"]:
-                turns = tuple(unpack(next(frames), next(frames)) for _ in range(task.get("turns", 0)))
-                self._start(Task(task["ordinal"], task["attempt"], task["seed"], task["split"], turns))
+                kept = [(next(frames), next(frames)) for _ in range(task.get("turns", 0))]
+                self._start(self._with_turns(Task(task["ordinal"], task["attempt"], task["seed"], task["split"]), kept))
         elif message.kind == "version":
             self._wanted = WeightsRef.from_message(body)
             self._newer.set()
@@ -326,6 +326,14 @@ class Generator:
             await asyncio.sleep(0.05)  # weights on their way; a task in thousands comes here
         return self.engine.version >= version
 
+    def _with_turns(self, task: Task, kept: list[tuple[Buffer, Buffer]]) -> Task:
+        """The task with the turns that are kept of it; without, when another generator has left something else."""
+        try:
+            return replace(task, turns=tuple(unpack(header, payload) for header, payload in kept))
+        except WireError as error:
+            log.warning("task %d attempt %d: %s", task.ordinal, task.attempt, error)
+            return self._begin_anew(task, 0)
+
     def _begin_anew(self, task: Task, lost_tokens: int) -> Task:
         self._send("diverged", {"ordinal": task.ordinal, "attempt": task.attempt, "sampled_tokens": lost_tokens})
         return replace(task, turns=())
@@ -349,8 +357,9 @@ class Generator:
     async def _give_up(self, task: Task, reason: str, detail: str, progress: Progress) -> None:
         self.failures[reason] = self.failures.get(reason, 0) + 1
         log.warning("task %d attempt %d failed: %s: %s", task.ordinal, task.attempt, reason, detail)
-        body: dict[str, Any] = {"ordinal": task.ordinal, "attempt": task.attempt, "reason": reason}
-        body["detail"] = detail[:2000]
+        # An environment may put anything into words; what cannot be encoded must not end this process.
+        reason, detail = (text.encode(errors="replace").decode() for text in (reason, detail[:2000]))
+        body: dict[str, Any] = {"ordinal": task.ordinal, "attempt": task.attempt, "reason": reason, "detail": detail}
         if task.split == "eval":
             await self._ask("eval_result", {**body, "reward": None, "version": self.engine.version})
         else:
