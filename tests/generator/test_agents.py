@@ -475,6 +475,53 @@ def test_an_agent_from_elsewhere_finds_address_and_token(tiny_model: Path, tmp_p
     asyncio.run(main())
 
 
+def test_an_agent_that_hung_up_while_it_waited_gets_no_session(tiny_model: Path, tmp_path: Path) -> None:
+    env = Agent(start="never")
+    config = configured(tiny_model, run={"dir": str(tmp_path), "name": "r"})
+
+    async def main() -> Trajectory:
+        async with hosting(config, ScriptedEngine(says(20, END)), env) as host:
+            found = json.loads((tmp_path / "r" / "agents" / "g0.json").read_text())
+            headers = {"Authorization": f"Bearer {found['token']}"}
+
+            async def post(path: str, body: Any, **more: str) -> Any:
+                async with http.post(found["url"] + path, json=body, headers=headers | more) as answer:
+                    assert answer.status == 200
+                    return await answer.json()
+
+            async with aiohttp.ClientSession() as http:
+                gone = [asyncio.create_task(post("/sessions", {"wait_s": 30})) for _ in range(3)]
+                await asyncio.sleep(0.2)
+                for waiting in gone:
+                    waiting.cancel()
+                await asyncio.gather(*gone, return_exceptions=True)
+                waits = asyncio.create_task(post("/sessions", {"wait_s": 30}))
+                await asyncio.sleep(0.2)
+                playing = asyncio.create_task(host.play(env, TASK, sampling_seed=1, progress=Progress()))
+                session = await asyncio.wait_for(waits, 5)
+                reward = {"Authorization": f"Bearer {session['reward_key']}"}
+                await post("/chat/completions", {"messages": [user("a")]}, Authorization=f"Bearer {session['api_key']}")
+                await post("/sessions/reward", {"reward": 1.0}, **reward)
+                await post("/sessions/close", {}, **reward)
+                return await asyncio.wait_for(playing, 5)
+
+    assert asyncio.run(main()).reward == 1.0
+
+
+def test_text_and_keys_that_are_no_unicode_are_refused_in_openais_form(tiny_model: Path) -> None:
+    async def script(access: Access, post: Post) -> float:
+        status, body = await post("/v1/chat/completions", {"messages": [user("a \ud800")]})
+        assert (status, body["error"]["param"]) == (400, "messages[0].content")
+        for key in ("\udcff", "é"):
+            assert (await post("/v1/sessions", {}, key))[0] == 401, key
+            assert (await post("/v1/chat/completions", {"messages": [user("a")]}, key))[0] == 401, key
+        assert (await post("/v1/sessions/reward", b'{"reward": 1' + b"0" * 400 + b"}", access.reward_key))[0] == 400
+        await ask(post, user("a"))
+        return 1.0
+
+    assert played(tiny_model, Scripted(script)).n_actions == 3
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sao.envs.protocol import Message
+from sao.envs.protocol import Message, is_unicode
 
 IGNORED = frozenset(
     {"model", "user", "metadata", "store", "seed", "service_tier", "parallel_tool_calls", "safety_identifier"}
@@ -166,4 +166,6 @@ def _message(index: int, given: Any) -> Message:
         content = "".join(texts) if all(isinstance(text, str) for text in texts) else None  # type: ignore[arg-type]
     if not isinstance(content, str):
         raise ApiError(400, f"{where}.content: expected text", param=f"{where}.content")
+    if not is_unicode(content):
+        raise ApiError(400, f"{where}.content: half of a surrogate pair is no text", param=f"{where}.content")
     return Message(_ROLES[role], content)

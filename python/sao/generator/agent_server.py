@@ -124,7 +124,7 @@ class AgentServer:
         return response
 
     async def _open(self, request: web.Request) -> web.StreamResponse:
-        if not hmac.compare_digest(_key(request).encode(errors="surrogateescape"), self.token.encode()):
+        if not hmac.compare_digest(_key(request).encode(errors="replace"), self.token.encode()):
             raise ApiError(401, "the server's token is needed to open a session", code="invalid_api_key")
         wait_s = (await _body(request)).get("wait_s", 30.0)
         if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= MAX_WAIT_S:
@@ -133,6 +133,9 @@ class AgentServer:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait_for(lambda: self._offered), wait_s)
             if not self._offered:
+                return web.Response(status=204)
+            if request.transport is None or request.transport.is_closing():  # who asked has hung up: the next one's
+                self._news.notify()
                 return web.Response(status=204)
             session = self._offered.popleft()
         found = {"api_key": session.api_key, "reward_key": session.reward_key, "base_url": self.base_url}
