@@ -7,9 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+
+from sao.config import parse
+from sao.runtime import supervisor
+from sao.transport.messages import Message
 
 SCRIPT = Path(__file__).with_name("run_supervisor.py")
 LIMIT_S = 30.0
@@ -233,3 +238,26 @@ def test_signal_handlers_are_put_back(tmp_path):
         Supervisor(config, places, tmp_path / "logs", lambda kind, fields: None).run()
     assert signal.getsignal(signal.SIGTERM) == before
     assert not [child for child in psutil.Process(os.getpid()).children() if "sleep" in child.name()]
+
+
+def test_who_dies_at_the_same_step_each_time_is_not_started_for_ever(tmp_path, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now))
+    run = supervisor.Supervisor(
+        parse({"model": {"path": "m"}, "env": {"name": "recall"}}), None, tmp_path, lambda kind, fields: None
+    )
+
+    def restarts(name: str, step: int, times: int) -> list[bool]:
+        nonlocal now
+        answers = []
+        for _ in range(times):
+            now += supervisor.RESTART_WINDOW_S  # slower than the limit on starts lately
+            run._last_step = 0  # it went back
+            run._on_push(Message("step", {"step": step, "metrics": {}}))
+            now += 1.0
+            answers.append(run._may_restart(name))
+        return answers
+
+    assert restarts("learner", 3, 5) == [True, True, True, False, False]
+    assert restarts("learner", 4, 1) == [True]  # further than ever
+    assert restarts("g0", 4, 9) == [True] * 9  # the others go on without it

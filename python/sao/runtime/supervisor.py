@@ -31,7 +31,7 @@ from sao.transport.client import Client
 from sao.transport.keys import client_keys
 from sao.transport.messages import Message
 
-RESTARTS: Final = 3  # of one process within the window; one more ends the run
+RESTARTS: Final = 3  # of one process within the window; one more ends the run (see `_may_restart`)
 RESTART_WINDOW_S: Final = 300.0
 START_S: Final = 60.0  # for the broker to answer
 GOODBYE_S: Final = 5.0  # between the broker's regular exit and its word that the run is done
@@ -101,7 +101,8 @@ class Supervisor:
         self._done_by: float | None = None
         self._stall_s = STALL_S
         self._last_step_at = time.monotonic()
-        self._last_step = 0
+        self._last_step = self._furthest = 0
+        self._furthest_at = time.monotonic()
 
     def run(self) -> Outcome:
         """Runs to the end and returns how it ended. Call it from the main thread; signals are put back afterwards."""
@@ -196,6 +197,8 @@ class Supervisor:
             point("supervisor.step")
             self._last_step_at, self._stall_s = time.monotonic(), STALL_S
             self._last_step = body["step"]
+            if self._last_step > self._furthest:
+                self._furthest, self._furthest_at = self._last_step, self._last_step_at
             self._report("step", {"step": body["step"], **body["metrics"]})
         elif message.kind == "done":
             failed = bool(body.get("failed"))
@@ -232,7 +235,7 @@ class Supervisor:
             return
         if child.exit_code is not None and child.exit_code < 0 and self._start_again(child):
             return
-        again = f" {RESTARTS + 1} times in {RESTART_WINDOW_S:g} s" if self._restarted_at[name] else ""
+        again = f" {RESTARTS + 1} times{self._lately(name)}" if self._restarted_at[name] else ""
         reason = f"{name} ended unexpectedly{again} ({child.how_it_ended}); last lines of {child.log}:"
         self._finish(EXIT_FAILED, f"{reason}\n{child.last_lines() or '(nothing was written)'}")
 
@@ -302,9 +305,18 @@ class Supervisor:
             del self._running[child.command.name]
             processes.kill(partial(processes.session, child))
 
+    def _lately(self, name: str) -> str:
+        """Since when a process was started as often as permitted."""
+        passed_s = time.monotonic() - self._restarted_at[name][0]
+        return f" in {RESTART_WINDOW_S:g} s" if passed_s <= RESTART_WINDOW_S else f" since step {self._furthest}"
+
     def _may_restart(self, name: str) -> bool:
+        """Whether it was started less often than permitted, lately; of broker and learner, without which no step is
+        made, also since the run was further than ever: who dies at the same step each time is not started for ever.
+        """
         now, times = time.monotonic(), self._restarted_at[name]
-        while times and now - times[0] > RESTART_WINDOW_S:
+        further_at = self._furthest_at if name in ("broker", "learner") else now
+        while times and now - times[0] > RESTART_WINDOW_S and times[0] < further_at:
             times.popleft()
         if len(times) >= RESTARTS:
             return False
