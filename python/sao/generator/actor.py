@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from sao.generator.build import make_engine, make_renderer, make_summariser
 from sao.generator.compaction import Compactor
 from sao.generator.engine import Engine, Request, check_completion
 from sao.generator.episode import Progress, Task, run_episode
+from sao.generator.line import ClientFactory
 from sao.generator.load import LoadControl
 from sao.generator.prefix import DivergedError, Send, unpack
 from sao.generator.render import Renderer
@@ -54,19 +55,6 @@ _HEAPED = 1000  # unanswered messages beyond which no more statistics are sent
 _FIRST_TOKEN_S = 120.0  # deadline of the one-token request that shows whether the engine works
 
 log = logging.getLogger(__name__)
-
-
-class ClientFactory(Protocol):
-    """Makes the line to the broker; `Client` itself, or a double in tests."""
-
-    def __call__(
-        self,
-        *,
-        on_push: Callable[[Message], None],
-        on_lost: Callable[[Error], None],
-        on_greet: Callable[[], dict[str, Any]],
-        on_rejoin: Callable[[dict[str, Any]], None],
-    ) -> Client: ...
 
 
 class Generator:
