@@ -1,31 +1,18 @@
 //! A compacted ledger is the ledger it was: same state, same later history, same way back, from a fraction of the bytes.
 
+#[path = "common/facts.rs"]
+mod facts;
+#[path = "common/fault.rs"]
+mod fault;
+
+use facts::facts;
+use fault::text;
 use std::fs;
 use std::path::Path;
 
 use proptest::prelude::*;
 use sao_core::history::History;
 use sao_core::ledger::{Ledger, Phase, Use};
-
-fn text<T: std::fmt::Debug>(result: sao_core::Result<T>) -> String {
-    match result {
-        Err(sao_core::Error::Ledger(text)) => text,
-        other => panic!("expected a ledger error, got {other:?}"),
-    }
-}
-
-fn facts(ledger: &Ledger) -> String {
-    ledger.check().unwrap();
-    format!(
-        "{:?} {:?} {:?} {:?} {:?} {}",
-        ledger.counts(),
-        ledger.tokens(),
-        ledger.unfinished(),
-        ledger.leases(),
-        ledger.last_step(),
-        ledger.next_ordinal()
-    )
-}
 
 /// One thing that a broker may do next; the number picks among the tasks to which it applies.
 #[derive(Debug, Clone)]

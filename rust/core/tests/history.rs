@@ -1,6 +1,10 @@
 //! Steps taken back: their tasks are issued again, no task is lost or trained twice, tokens are conserved, and a crash at
 //! any byte leaves a ledger from which the same is reached.
 
+#[path = "common/fault.rs"]
+mod fault;
+
+use fault::text;
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
@@ -8,13 +12,6 @@ use std::path::Path;
 use proptest::prelude::*;
 use sao_core::history::{History, REWOUND};
 use sao_core::ledger::{Ledger, Phase, Use};
-
-fn text<T: std::fmt::Debug>(result: sao_core::Result<T>) -> String {
-    match result {
-        Err(sao_core::Error::Ledger(text)) => text,
-        other => panic!("expected a ledger error, got {other:?}"),
-    }
-}
 
 fn facts(ledger: &Ledger) -> String {
     ledger.check().unwrap();

@@ -1,31 +1,17 @@
 //! The ledger: legal steps only, tokens conserved, and a file that survives a crash at any byte.
 
+#[path = "common/facts.rs"]
+mod facts;
+#[path = "common/fault.rs"]
+mod fault;
+
+use facts::facts;
+use fault::text;
 use std::fs;
 use std::path::PathBuf;
 
 use proptest::prelude::*;
 use sao_core::ledger::{Ledger, Use};
-
-fn text<T: std::fmt::Debug>(result: sao_core::Result<T>) -> String {
-    match result {
-        Err(sao_core::Error::Ledger(text)) => text,
-        other => panic!("expected a ledger error, got {other:?}"),
-    }
-}
-
-/// All that can be asked, as one comparable text.
-fn facts(ledger: &Ledger) -> String {
-    ledger.check().unwrap();
-    format!(
-        "{:?} {:?} {:?} {:?} {} {:?}",
-        ledger.counts(),
-        ledger.tokens(),
-        ledger.unfinished(),
-        ledger.leases(),
-        ledger.next_ordinal(),
-        ledger.last_step()
-    )
-}
 
 fn count(ledger: &Ledger, state: &str) -> u64 {
     let counts = ledger.counts();
