@@ -1,5 +1,12 @@
 //! The corpora of the fuzz targets and seeded mutations of them, as a short run of what `scripts/fuzz.sh` does for long.
 
+#[path = "common/ledger_file.rs"]
+mod ledger_file;
+#[path = "common/repair.rs"]
+mod repair;
+
+use ledger_file::file_of;
+use repair::repair;
 use std::path::PathBuf;
 
 use proptest::test_runner::{RngAlgorithm, TestRng};
@@ -54,19 +61,6 @@ fn each_mutated(target: &str, mut run: impl FnMut(&[u8])) {
     }
 }
 
-/// Puts the checksum that the header should have, or hardly any mutation would get past it.
-fn repair(header: &mut [u8]) {
-    let Some(key) = header.windows(7).position(|part| part == b"\xa6crc32c") else {
-        return;
-    };
-    let at = key + 8;
-    if header.len() < at + 4 || header[at - 1] != 0xce {
-        return;
-    }
-    let crc = crc32c::crc32c_append(crc32c::crc32c(&header[..at]), &header[at + 4..]);
-    header[at..at + 4].copy_from_slice(&crc.to_be_bytes());
-}
-
 #[test]
 fn no_bytes_break_the_decoder_and_what_decodes_encodes() {
     let limits = Limits {
@@ -105,25 +99,10 @@ fn no_bytes_break_the_ledger_and_what_opens_balances() {
     let path = folder.path().join("ledger");
     let mut opened = 0;
     each_mutated("ledger", |data| {
-        let Some((kind, rest)) = data.split_first() else {
+        if data.is_empty() {
             return;
-        };
-        let mut file = rest.to_vec();
-        if kind % 2 == 1 {
-            file = b"SAOLEDGR\x01\0\0\0".to_vec();
-            file.extend(crc32c::crc32c(&file).to_le_bytes());
-            let mut rest = rest;
-            while let Some((length, tail)) = rest.split_first() {
-                let (record, after) = tail.split_at(usize::from(*length).min(tail.len()));
-                let length = (record.len() as u32).to_le_bytes();
-                let crc = crc32c::crc32c_append(crc32c::crc32c(&length), record);
-                file.extend(length);
-                file.extend(crc.to_le_bytes());
-                file.extend(record);
-                rest = after;
-            }
         }
-        std::fs::write(&path, file).expect("written");
+        std::fs::write(&path, file_of(data)).expect("written");
         if let Ok(ledger) = Ledger::open(Some(&path)) {
             opened += 1;
             ledger.check().expect("balanced");

@@ -1,21 +1,12 @@
 //! Bytes from outside: length of the header (2 bytes), header, payload. What decodes must encode to the same bytes.
 #![no_main]
 
-use libfuzzer_sys::fuzz_target;
-use sao_core::wire::{decode, encode, summary, Limits};
+#[path = "../../core/tests/common/repair.rs"]
+mod repair;
 
-/// Puts the checksum that the header should have, or no mutation would get past it.
-fn repair(header: &mut [u8]) {
-    let Some(key) = header.windows(7).position(|part| part == b"\xa6crc32c") else {
-        return;
-    };
-    let at = key + 8;
-    if header.len() < at + 4 || header[at - 1] != 0xce {
-        return;
-    }
-    let crc = crc32c::crc32c_append(crc32c::crc32c(&header[..at]), &header[at + 4..]);
-    header[at..at + 4].copy_from_slice(&crc.to_be_bytes());
-}
+use libfuzzer_sys::fuzz_target;
+use repair::repair;
+use sao_core::wire::{decode, encode, summary, Limits};
 
 fuzz_target!(|data: &[u8]| {
     let Some((length, rest)) = data.split_at_checked(2) else {
