@@ -1,7 +1,8 @@
 """The core beside what people use today, in the same run: `python bench/core.py [TOPIC]... [--quick]`.
 
 Topics are those of `sao bench`, whose rows are the first of each table; the peers that are installed come after them
-(queue.Queue, msgspec, seqpacker, faster-fifo, multiprocessing, id-echo, ray; numba and torch loops stand in `gae.py`).
+(queue.Queue, msgspec, seqpacker, lightbinpack, faster-fifo, multiprocessing, id-echo, ray; numba and torch loops stand
+in `gae.py`).
 Writes results/core-<topic>.json with the machine's description.
 """
 
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -146,22 +148,32 @@ def codecs(quick: bool) -> Iterator[Row]:
 
 
 def packers(quick: bool) -> Iterator[Row]:
-    """seqpacker, its fastest two strategies."""
-    if not find_spec("seqpacker"):
-        return
-    import seqpacker
-
+    """seqpacker and lightbinpack, the fastest two strategies of each; lightbinpack takes and gives lists."""
     for name, lengths_of, capacity in (
         ("agentic", workloads.agentic_lengths, 200_000),
         ("reasoning", workloads.reasoning_lengths, 32_768),
     ):
         for n in (512, 8_192) if quick else (512, 8_192, 131_072):
             lengths = lengths_of(n)
-            for strategy in ("ffd", "obfd"):
-                packer = seqpacker.Packer(capacity=capacity, strategy=strategy)
-                bins = len(packer.pack_flat(lengths)[1]) + 1
-                durations = times_us(lambda p=packer, x=lengths: p.pack_flat(x), 0.2 if quick else 1.0)  # type: ignore[misc]
-                yield row("pack", f"{n} {name}", f"seqpacker {strategy}", durations, n, "segment", f"{bins} bins")
+            for how, call, bins in _packers(lengths, capacity):
+                durations = times_us(call, 0.2 if quick else 1.0)
+                yield row("pack", f"{n} {name}", how, durations, n, "segment", f"{bins} bins")
+
+
+def _packers(lengths: np.ndarray, capacity: int) -> Iterator[tuple[str, Callable[[], Any], int]]:
+    if find_spec("seqpacker"):
+        import seqpacker
+
+        for strategy in ("ffd", "obfd"):
+            packer = seqpacker.Packer(capacity=capacity, strategy=strategy)
+            call = partial(packer.pack_flat, lengths)
+            yield f"seqpacker {strategy}", call, len(call()[1]) + 1
+    if find_spec("lightbinpack"):
+        import lightbinpack
+
+        for strategy in ("ffd", "obfd"):
+            call = partial(getattr(lightbinpack, strategy), lengths.tolist(), capacity)
+            yield f"lightbinpack {strategy}", call, len(call())
 
 
 def processes(quick: bool) -> Iterator[Row]:

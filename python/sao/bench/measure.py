@@ -14,7 +14,19 @@ from typing import Any
 
 import numpy as np
 
-PACKAGES = ("sao", "numpy", "torch", "numba", "pyzmq", "msgspec", "seqpacker", "id-echo", "faster-fifo", "ray")
+PACKAGES = (
+    "sao",
+    "numpy",
+    "torch",
+    "numba",
+    "pyzmq",
+    "msgspec",
+    "seqpacker",
+    "lightbinpack",
+    "id-echo",
+    "faster-fifo",
+    "ray",
+)
 
 
 @dataclass(frozen=True)
