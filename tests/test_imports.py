@@ -126,7 +126,7 @@ def modules_after(statement: str) -> set[str]:
     return set(result.stdout.split())
 
 
-HEAVY = {"torch", "transformers", "vllm", "matplotlib", "tensorboard", "wandb", "reasoning_gym"}
+HEAVY = {"torch", "transformers", "vllm", "matplotlib", "tensorboard", "wandb", "prometheus_client", "reasoning_gym"}
 LIGHT = [
     "import sao.cli",
     "import sao.config",

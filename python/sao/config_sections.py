@@ -339,6 +339,12 @@ class TelemetrySection(Section):
 
     tensorboard: bool = Field(True, description="TensorBoard files, where tensorboard is installed (extra `tracking`)")
     wandb: bool = Field(False, description="Weights & Biases; needs the package wandb")
+    prometheus_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="the newest numbers at http://127.0.0.1:PORT/metrics, for Prometheus (extra `tracking`)",
+    )
     live: bool = Field(True, description="live view when the output is a terminal")
     keep_trajectories: int = Field(
         0, ge=0, description="newest steps whose trajectories are kept for `sao inspect` and `sao replay`; 0: none"

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,14 @@ def test_a_package_that_is_missing_is_named_with_its_extra(run_file, monkeypatch
     engine, tracker = faults(run_file, "generator.engine=vllm", "telemetry.wandb=true")
     assert engine == "generator.engine: 'vllm' needs vllm, not installed; install the extra: pip install 'sao[vllm]'"
     assert tracker.startswith("telemetry.wandb: needs wandb, not installed")
+
+
+def test_a_port_for_prometheus_that_is_taken_is_a_fault(run_file):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        (found,) = faults(run_file, f"telemetry.prometheus_port={port}")
+    assert found.startswith(f"telemetry.prometheus_port: {port} on 127.0.0.1 cannot be had: ")
+    preflight.check(config.load(run_file, [f"telemetry.prometheus_port={port}"]))  # given back, and not kept by looking
 
 
 def test_what_is_left_out_and_what_is_risky_is_said(run_file, monkeypatch):

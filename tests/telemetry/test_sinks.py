@@ -2,13 +2,17 @@
 
 import json
 import math
+import socket
 import subprocess
 import sys
+import urllib.request
 
 import pytest
+from prometheus_client import parser
 from tests.telemetry.records import evaluation, step
 
 from sao.telemetry import sinks
+from sao.telemetry.prometheus import Prometheus
 
 
 def test_a_record_is_flat_and_valid_json():
@@ -63,6 +67,32 @@ def test_tensorboard_brings_no_torch(tmp_path):
         f"TensorBoard(Path({str(tmp_path)!r})).close(); print('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_prometheus_gets_the_newest_numbers_only():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = Prometheus(port)
+
+    def scraped() -> dict[str, float]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            families = parser.text_string_to_metric_families(answer.read().decode())
+        return {sample.name: sample.value for family in families for sample in family.samples}
+
+    try:
+        assert scraped() == {}
+        server.write(step(1) | {"odd/name-9": 2})
+        server.write(evaluation(1, 0.75))
+        server.write(sinks.record("event", {"level": "info", "text": "x"}))
+        first = scraped()
+        assert (first["sao_step"], first["sao_step_odd_name_9"], first["sao_step_reward_mean"]) == (1, 2, 0.5)
+        assert (first["sao_eval_step"], first["sao_eval_success"]) == (1, 0.75)
+        server.write(step(2))
+        second = scraped()
+        assert (second["sao_step"], second["sao_eval_step"]) == (2, 1) and "sao_step_odd_name_9" not in second
+    finally:
+        server.close()
+    socket.create_server(("127.0.0.1", port)).close()  # given back
 
 
 class Broken:

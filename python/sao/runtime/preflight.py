@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from sao.errors import ConfigError, EnvironmentFailure
 from sao.generator.compaction import templates
 from sao.runtime import folders, launch
 from sao.runtime import resume as resuming
+from sao.telemetry import prometheus
 from sao.transport.keys import client_keys, server_keys
 
 ENGINE_PACKAGES = {
@@ -30,7 +32,7 @@ def check(
     Without `run_folder` it does not matter whether the run's folder exists; with `resume` it must hold the run. A
     broker `alone` needs neither the model nor the environment's packages.
     """
-    faults = keys(config)
+    faults = [*keys(config), *metrics_port(config)]
     faults += (
         []
         if alone
@@ -79,6 +81,21 @@ def packages(config: Config) -> list[str]:
     if config.telemetry.wandb and importlib.util.find_spec("wandb") is None:
         faults.append("telemetry.wandb: needs wandb, not installed; pip install wandb")
     return faults
+
+
+def metrics_port(config: Config) -> list[str]:
+    """Whether the numbers can be served for Prometheus: its package, and the port, which is tried."""
+    port = config.telemetry.prometheus_port
+    if port is None:
+        return []
+    if importlib.util.find_spec("prometheus_client") is None:
+        extra = "install the extra: pip install 'sao[tracking]'"
+        return [f"telemetry.prometheus_port: needs prometheus_client, not installed; {extra}"]
+    try:
+        socket.create_server((prometheus.ADDRESS, port)).close()
+    except OSError as error:
+        return [f"telemetry.prometheus_port: {port} on {prometheus.ADDRESS} cannot be had: {error.strerror}"]
+    return []
 
 
 def model_folder(field: str, folder: Path, *, tokenizer: bool | None = None) -> list[str]:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from sao.config import Config
 from sao.telemetry.live import View
+from sao.telemetry.prometheus import Prometheus
 from sao.telemetry.sinks import Fan, JsonLines, Record, Sink, TensorBoard, WandB, record
 
 
@@ -26,6 +27,8 @@ class Monitor:
             sinks.append(TensorBoard(run_folder / "tensorboard"))
         if config.telemetry.wandb:
             sinks.append(WandB(config.run.name, config.model_dump(mode="json"), run_folder))
+        if config.telemetry.prometheus_port is not None:
+            sinks.append(Prometheus(config.telemetry.prometheus_port))
         self._sinks = Fan(sinks, self._sink_failed)
         self._view: View | None = None
         with suppress(OSError):  # nobody watches from the beginning

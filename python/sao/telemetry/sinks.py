@@ -73,9 +73,8 @@ class TensorBoard:
 
     def write(self, record: Record) -> None:
         """Adds the numbers of step and eval records; others are left out."""
-        scalars = _scalars(record)
-        if scalars:
-            values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        if numbers := scalars(record):
+            values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in numbers.items()]
             summary = self._summary(value=values)
             self._writer.add_event(self._event(wall_time=record["time_s"], step=record["step"], summary=summary))
 
@@ -95,16 +94,16 @@ class WandB:
 
     def write(self, record: Record) -> None:
         """Logs the numbers of step and eval records."""
-        scalars = _scalars(record)
-        if scalars:
-            self._run.log(scalars | {"step": record["step"]})
+        if numbers := scalars(record):
+            self._run.log(numbers | {"step": record["step"]})
 
     def close(self) -> None:
         """Ends the run there."""
         self._run.finish()
 
 
-def _scalars(record: Record) -> dict[str, float]:
+def scalars(record: Record) -> dict[str, float]:
+    """The numbers of a step or eval record as `KIND/NAME`; none of other records."""
     if record["kind"] not in ("step", "eval") or not isinstance(record.get("step"), int):
         return {}
     skipped = ("kind", "time_s", "step")
