@@ -279,6 +279,11 @@ class BufferSection(Section):
     prefix_bytes: int = Field(
         1 << 26, ge=0, description="turns of running rollouts, kept to go on after a generator's death; 0: none"
     )
+    ledger_growth_bytes: int = Field(
+        1 << 24,
+        ge=0,
+        description="growth of ledger.log at which steps before the oldest checkpoint are folded into one; 0: never",
+    )
 
 
 class EvalSection(Section):

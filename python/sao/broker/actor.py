@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from sao import _core
 from sao.broker import recovery, report
+from sao.broker.ledger_file import LedgerFile
 from sao.broker.memory import Memory, last_line, open_log
 from sao.broker.state import State
 from sao.broker.waits import waits
@@ -71,6 +72,7 @@ class Broker:
         self.memory: Memory | None = None
         try:
             self.ledger = _core.Ledger(str(run_folder / "ledger.log"))
+            self._ledger_file = LedgerFile(self.ledger, run_folder, config.buffer.ledger_growth_bytes)
             log_ = open_log(config, run_folder)
             if resume_step is not None and log_ is not None and line is not None and last_line(log_) == line:
                 resume_step = None  # an earlier broker has gone back already
@@ -336,6 +338,9 @@ class Broker:
     def _tick(self) -> None:
         now = time.monotonic()
         self.state.tick(now)
+        if upto := self._ledger_file.due():
+            self._persist()  # the log is written before the ledger
+            self._ledger_file.fold(upto)
         if self.state.done is None:
             return
         self._closing_since = self._closing_since or now

@@ -16,7 +16,7 @@ from sao import checkpoints
 from sao._core import ledger_history
 from sao.checkpoints import Checkpoint, Ordinals
 from sao.config import Config
-from sao.errors import CheckpointError, ConfigError
+from sao.errors import CheckpointError, ConfigError, LedgerError
 from sao.runtime import folders
 from sao.telemetry import sinks
 
@@ -69,7 +69,7 @@ def find(config: Config, run_folder: Path) -> Resume:
     """Where the run goes on. Changes nothing.
 
     Raises `CheckpointError` when there are checkpoints but none of them is usable, `LedgerError` when the ledger is
-    damaged.
+    damaged, or no longer knows the steps before a checkpoint that is not there any more.
     """
     ledger, folder = run_folder / "ledger.log", run_folder / "checkpoints"
     checkpoint, ignored = checkpoints.newest(folder, lambda found: _agree(ledger, found))
@@ -79,7 +79,7 @@ def find(config: Config, run_folder: Path) -> Resume:
             f"none of the checkpoints in {folder} can be resumed; remove them to begin at step 0\n{reasons}"
         )
     step, version = (checkpoint.step, checkpoint.version) if checkpoint else (0, 0)
-    lost = len(ledger_history(ledger, step)[1]) if ledger.exists() else 0
+    lost = _lost(ledger, step) if ledger.exists() else 0
     path = checkpoint.path if checkpoint else None
     return Resume(_starts(run_folder), step, version, path, lost, ignored, _finished(config, run_folder, step))
 
@@ -117,6 +117,15 @@ def _agree(ledger: Path, checkpoint: Checkpoint) -> None:
     trained.add(ordinal for ordinal, _ in step["tasks"])
     if trained.runs != facts["trained"]:
         raise CheckpointError(f"{checkpoint.path}: other tasks were trained than {ledger.name} says")
+
+
+def _lost(ledger: Path, step: int) -> int:
+    try:
+        return len(ledger_history(ledger, step)[1])
+    except LedgerError as error:
+        if step:
+            raise
+        raise LedgerError(f"no checkpoint is left to resume from, and from the start it is too late: {error}") from None
 
 
 def _finished(config: Config, run_folder: Path, step: int) -> str:

@@ -1,0 +1,48 @@
+"""A run whose ledger is made short again and again, and which is killed in between: it goes on, and its books close."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+
+import pytest
+from tests.e2e.kills import RUN, Story, Wish
+from tests.e2e.test_resume import sao
+
+from sao._core import Ledger, ledger_history
+from sao.checkpoints import newest
+from sao.errors import LedgerError
+
+pytestmark = pytest.mark.timeout(300)
+STEPS = 80
+
+
+def test_a_short_ledger_is_enough_to_go_on(tmp_path, tiny_model, monkeypatch):
+    monkeypatch.setenv("STEP_S", "0.06")
+    story = Story(tmp_path, tiny_model, "plain", 5, steps=STEPS, discipline="window")
+    values = {"folder": str(tmp_path), "model": str(tiny_model), "seed": 5, "steps": STEPS, "every": 4}
+    (tmp_path / "run.toml").write_text(
+        RUN.format(**values, discipline="window") + "[buffer]\nledger_growth_bytes = 1500\n"
+    )
+    for wish in ("broker.commit:35", "learner.committed:18"):
+        assert story.start(Wish(point=wish)) == 1
+    assert story.start(None) == 0, (tmp_path / "output.txt").read_text()
+    assert story.kills == Counter(broker=1, learner=1)
+    folder = tmp_path / "r"
+    folds = re.findall(r"steps up to (\d+) are one picture", (folder / "logs" / "broker.log").read_text())
+    assert len(set(folds)) >= 3, folds
+    last, ignored = newest(folder / "checkpoints")
+    assert last is not None and last.step == STEPS and not ignored
+    seen = [ordinal for step in json.loads((last.state / "seen.json").read_text()) for ordinal, _ in step]
+    assert Counter(seen) == Counter(range(4 * STEPS))  # each task once, although the ledger has forgotten the steps
+    with Ledger(folder / "ledger.log") as ledger:
+        ledger.check()
+        assert (ledger.counts()["trained"], ledger.unfinished(), ledger.last_step) == (4 * STEPS, [], STEPS)
+    with pytest.raises(LedgerError, match="no longer listed one by one"):
+        ledger_history(folder / "ledger.log")
+    assert (folder / "ledger.log").stat().st_size < 1500 + 30 * 400
+    for path in (folder / "checkpoints").iterdir():
+        path.rename(tmp_path / path.name)
+    gone = sao(tmp_path, "train", "run.toml", "--resume")
+    assert gone.returncode == 1 and "no checkpoint is left to resume from" in gone.stdout + gone.stderr
