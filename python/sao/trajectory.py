@@ -229,6 +229,21 @@ def encode_frames(
     return (*encode(trajectory), *frames)
 
 
+def split_frames(frames: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Frames of trajectories that lie one after another, as (header, payload, sidecar, ...) for each.
+
+    Raises `WireError` for a header that is none, and when frames are missing.
+    """
+    found, at = [], 0
+    while at < len(frames):
+        end = at + 2 + len(_core.summary(frames[at])["sidecars"])
+        if end > len(frames):
+            raise WireError(f"frames: {len(frames) - at} of the {end - at} of a trajectory, from frame {at} on")
+        found.append(tuple(frames[at:end]))
+        at = end
+    return found
+
+
 def common_formats(theirs: Sequence[int]) -> tuple[int, ...]:
     """The formats that this build and a peer's read. Raises `WireError` when there is none."""
     common = tuple(sorted(set(_core.WIRE_FORMATS) & set(theirs)))

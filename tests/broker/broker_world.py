@@ -9,7 +9,7 @@ from typing import Any
 from sao import _core
 from sao.broker.state import State
 from sao.config import Config, parse
-from sao.trajectory import SegmentBuilder, Termination, Trajectory, encode
+from sao.trajectory import SegmentBuilder, Termination, Trajectory, encode_frames
 
 BATCH = 4
 
@@ -40,6 +40,7 @@ def trajectory(
     n_context: int = 3,
     reward: float | None = 1.0,
     fingerprints: dict[int, str] | None = None,
+    sidecars: dict[str, Any] | None = None,
 ) -> Trajectory:
     """One segment of `n_context` + `n_sampled` tokens, all sampled by `version`; failed when there is no reward."""
     builder = SegmentBuilder("execution")
@@ -56,6 +57,7 @@ def trajectory(
         termination=ending,
         temperature=1.0,
         fingerprints=fingerprints or {},
+        sidecars=sidecars or {},
     )
 
 
@@ -123,10 +125,13 @@ class World:
         tasks.remove(task)
         return task
 
+    def encoded(self, task: dict[str, Any], **more: Any) -> tuple[Any, ...]:
+        """The trajectory of a task, as frames."""
+        return encode_frames(trajectory(task["ordinal"], task["attempt"], **more))
+
     def answer(self, name: str, task: dict[str, Any], **more: Any) -> dict[str, Any]:
         """Sends the trajectory of a task."""
-        header, payload = encode(trajectory(task["ordinal"], task["attempt"], **more))
-        return self.state.trajectory(name, header, payload, self.now)
+        return self.state.trajectory(name, self.encoded(task, **more), self.now)
 
     def answer_all(self, name: str, **more: Any) -> int:
         """Answers all train tasks that a generator holds now, and frees their slots."""

@@ -19,7 +19,7 @@ from broker.broker_world import config, trajectory
 from sao import _core
 from sao.config import Config, load_resolved, save
 from sao.errors import Error
-from sao.trajectory import encode
+from sao.trajectory import encode_frames, split_frames
 from sao.transport import Client, Message, private_folder
 
 
@@ -98,14 +98,15 @@ class Generator(Peer):
         self.slots, self.received, self.answered, self.version = slots, 0, 0, 0
         self.delay_s = 0.0
         self.fails: Callable[[dict[str, Any]], str | None] = lambda task: None
+        self.facts: dict[str, Any] = {}  # of every trajectory
         self.hold = False
         self.held: deque[dict[str, Any]] = deque()
         self.stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)
 
-    def start(self) -> Generator:
+    def start(self, **hello: Any) -> Generator:
         """Joins and starts to work."""
-        self.join()
+        self.join(**hello)
         self.version = self.welcome["version"]
         self._thread.start()
         return self
@@ -149,7 +150,7 @@ class Generator(Peer):
         elif reason is not None:
             self.client.send("failure", {**key, "reason": reason, "detail": "scripted", "sampled_tokens": 2})
         else:
-            self.client.send("trajectory", {}, encode(trajectory(**key, version=self.version)))
+            self.client.send("trajectory", {}, encode_frames(trajectory(**key, version=self.version, **self.facts)))
         self.answered += 1
 
 
@@ -167,7 +168,7 @@ class Learner(Peer):
 
     def commit(self, batch: Message, step: int) -> dict[str, Any]:
         """Trains everything in a batch and publishes the next version."""
-        tokens = sum(_core.summary(header)["n_actions"] for header in batch.frames[::2])
+        tokens = sum(_core.summary(header)["n_actions"] for header, *_ in split_frames(batch.frames))
         version = batch.body["version"] + 1
         body = {
             "lease": batch.body["lease"],
@@ -187,8 +188,8 @@ class Learner(Peer):
         for step in range(self.welcome["step"] + 1, self.welcome["step"] + 1 + steps):
             batch = self.take()
             assert batch.kind == "batch", batch.body
-            for header, payload in zip(batch.frames[::2], batch.frames[1::2], strict=True):
-                _core.summary(header, payload)
+            for header, payload, *sidecars in split_frames(batch.frames):
+                _core.summary(header, payload, sidecars=sidecars)
             time.sleep(delay_s)
             self.commit(batch, step)
 

@@ -11,7 +11,7 @@ from sao import _core
 from sao.broker import dispatch, recovery
 from sao.broker.memory import Memory, open_log
 from sao.broker.state import State
-from sao.trajectory import encode
+from sao.trajectory import encode, encode_frames
 
 
 class Lives(World):
@@ -36,7 +36,7 @@ class Lives(World):
         self.memory.commit(recovery.note_of(self.state, 0))
 
     def give(self, name: str, ordinal: int, attempt: int = 0, **facts) -> dict:
-        return self.state.trajectory(name, *encode(trajectory(ordinal, attempt, **facts)), self.now)
+        return self.state.trajectory(name, encode_frames(trajectory(ordinal, attempt, **facts)), self.now)
 
     def step(self, lease: int, step: int, tokens: int) -> dict:
         weights = {"version": step, "path": f"/w/{step}", "fingerprint": f"{step:032x}"}

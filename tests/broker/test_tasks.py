@@ -137,7 +137,7 @@ def test_corrupt_bytes_are_refused_and_reported() -> None:
     header, payload = encode(trajectory(0))
     broken = bytes([payload[0] ^ 1]) + payload[1:]
     for pair in ((header, broken), (header, payload[:-1]), (b"\x80\x04K\x01.", payload), (header[:20], payload)):
-        answer = world.state.trajectory("g0", *pair, 0.0)
+        answer = world.state.trajectory("g0", pair, 0.0)
         assert not answer["accepted"]
         assert answer["reason"].startswith("corrupt")
     assert len(world.pushed("event")) == 4

@@ -124,7 +124,8 @@ class Broker:
         with self._news:
             self.got.append((request.message.kind, request.body))
             if request.message.kind == "trajectory":
-                self.trajectories.append(decode(*(bytes(frame) for frame in request.message.frames)))
+                header, payload, *sidecars = map(bytes, request.message.frames)
+                self.trajectories.append(decode(header, payload, sidecars=sidecars))
             self._news.notify_all()
         return Answer("ack", {"accepted": self.accept, "reason": "" if self.accept else "late"})
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from learner.rollouts import random_batch
 
 from sao.errors import ValidationError, WireError
 from sao.telemetry.recording import read_step, recorded_steps, step_path, write_step
-from sao.trajectory import encode
+from sao.trajectory import encode, encode_frames
 
 
 def frames_of(n: int) -> list[bytes]:
@@ -36,6 +38,19 @@ def test_what_is_read_is_what_was_written(tmp_path):
     assert [t.n_tokens for t in found.trajectories()] == [t.n_tokens for t in random_batch(1, 3)]
 
 
+def test_sidecars_are_kept_with_their_trajectory(tmp_path):
+    first, second, third = random_batch(1, 3)
+    arrays = {"experts": np.arange(24, dtype=np.uint8).reshape(2, 3, 4), "none": np.zeros((0, 4), np.float32)}
+    second = replace(second, sidecars=arrays)
+    frames = [bytes(frame) for trajectory in (first, second, third) for frame in encode_frames(trajectory)]
+    found = read_step(write_step(tmp_path, 1, frames, {}, {}))
+    assert found.frames == frames
+    kept = found.trajectories()
+    assert [len(trajectory.sidecars) for trajectory in kept] == [0, 2, 0]
+    for name, array in arrays.items():
+        assert kept[1].sidecars[name].dtype == array.dtype and np.array_equal(kept[1].sidecars[name], array)
+
+
 def test_only_the_newest_stay(tmp_path):
     for step in (9, 10, 1_000_000, 11):
         write_step(tmp_path, step, [], {}, {}, keep=2)
@@ -46,13 +61,14 @@ def test_only_the_newest_stay(tmp_path):
 @pytest.mark.parametrize(
     ("frames", "arrays", "message"),
     [
-        ([b"x"], {}, "a header and a payload for each trajectory"),
+        ([b"x"], {}, "header: not a trajectory"),
+        (frames_of(1)[:1], {}, "frames: 1 of the 2 of a trajectory, from frame 0 on"),
         ([], {"bad": np.array(["text"])}, r"arrays\['bad'\]: <U4, expected numbers"),
         ([], {"bad": np.array([object()])}, r"arrays\['bad'\]: object, expected numbers"),
     ],
 )
 def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path, frames, arrays, message):
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises((ValidationError, WireError), match=message):
         write_step(tmp_path / "new", 1, frames, arrays, {})
     assert not (tmp_path / "new").exists()
 

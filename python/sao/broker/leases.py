@@ -43,7 +43,7 @@ def serve(state: State, take: Take, now: float) -> bool:
         "attempts": [task.attempt for task in tasks],
         "ages_s": [now - task.finished for task in tasks],
     }
-    views = [memoryview(part) for _, lease in held for part in (lease.header, lease.payload)]
+    views = [memoryview(part) for _, lease in held for part in (lease.header, lease.payload, *lease.sidecars)]
     state.wire.batch(take.key, body, tuple(views))
     return True
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -30,7 +31,7 @@ class Past:
     """What an earlier broker has left, as far as the ledger confirms it."""
 
     trajectories: dict[int, tuple[int, memoryview, memoryview]] = field(default_factory=dict)
-    """Task -> attempt, header, payload."""
+    """Task -> attempt, header, payload with what follows it."""
     note: dict[str, Any] = field(default_factory=dict)
     goes_on: bool = False
     """Whether its generators and its learner are still there."""
@@ -68,10 +69,10 @@ class Memory:
         self.past = Past() if log is None else self._read(log)
         self.past.goes_on = goes_on and log is not None and (bool(self.past.note) or bool(ledger.last_step))
 
-    def trajectory(self, ordinal: int, attempt: int, header: Buffer, payload: Buffer) -> None:
-        """A finished trajectory was taken; its turns are in it."""
+    def trajectory(self, ordinal: int, attempt: int, frames: Sequence[Buffer]) -> None:
+        """A finished trajectory was taken: header, payload, sidecars; its turns are in it."""
         if self.log is not None:
-            self.log.append(Kind.TRAJECTORY, ordinal, attempt, 0, header, payload, lives=True)
+            self.log.append(Kind.TRAJECTORY, ordinal, attempt, 0, *frames, lives=True)
         self._drop_turns(ordinal)
 
     def turn(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sao.broker.store import whole
 from sao.broker.tasks import OpenLease
 from sao.errors import LedgerError
 from sao.transport.messages import Buffer
@@ -35,6 +36,7 @@ def note_of(state: State, line: int) -> dict[str, Any]:
         "eval_rounds": rounds,
         "eval_due": due,
         "shown": state.shown,
+        "formats": list(state.formats),
         "ending": state.ending,
         "done": state.done,
     }
@@ -49,10 +51,10 @@ def restore(state: State, now: float) -> None:
         _take_over(state, past.note, now)
     leased = {ordinal for _, ordinals in state.book.ledger.leases() for ordinal in ordinals}
     for wanted in (True, False):  # what is leased must be in the buffer, what is ready may wait for room
-        for ordinal, (_, header, payload) in past.trajectories.items():
+        for ordinal, (_, header, bodies) in past.trajectories.items():
             task = state.book.live.get(ordinal)
             if task is not None and (ordinal in leased) == wanted:
-                state.store.put(ordinal, bytes(header), bytes(payload), task.min_version)
+                state.store.put(ordinal, whole(bytes(header), bodies), task.min_version)
                 task.finished = now
         if wanted:
             for number, ordinals in state.book.ledger.leases():
@@ -81,6 +83,7 @@ def _take_over(state: State, note: dict[str, Any], now: float) -> None:
     state.learner_back_by = now + state.config.transport.outage_s
     state.last_evaluated, state.shown = note["last_evaluated"], note["shown"]
     state.ending, state.done = note["ending"], note["done"]
+    state.formats = tuple(note.get("formats", state.formats))
     if state.shown:  # the broker before this one may have been killed before it could
         state.wire.to_supervisor("step", state.shown)
     if state.done is None:

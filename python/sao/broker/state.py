@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from sao import _core
-from sao.broker import dispatch, intake, leases, recovery, report
+from sao.broker import dispatch, formats, intake, leases, recovery, report
 from sao.broker.evals import EvalRounds
 from sao.broker.groups import INCOMPLETE, Groups
 from sao.broker.memory import Memory
@@ -71,6 +71,7 @@ class State:
         """When what the learner holds is given back, unless it is heard again."""
         self.missing: set[str] = set()  # generators of an earlier broker, to join again until `missing_until`
         self.missing_until = now
+        self.formats = formats.OURS  # that the learner reads
         recovery.restore(self, now)
         for task in self.groups.broken():
             self.book.drop(task, None, INCOMPLETE, task.sampled_tokens)
@@ -113,17 +114,21 @@ class State:
 
     def loaded(self, name: str, version: int, fingerprint: str) -> None:
         """A generator says which weights it serves. Raises `TransportError` when they are not those of that version."""
-        self.pool.by_name[name].loaded = version
         try:
             self.versions.verify(version, fingerprint)
         except TransportError as error:
             self.event("error", f"generator {name}: {error}")
             raise
+        self.pool.by_name[name].loaded = version
 
-    def trajectory(self, name: str, header: Buffer, payload: Buffer, now: float) -> dict[str, Any]:
-        """Takes a finished trajectory; returns the body of `ack`: accepted, or refused with a reason."""
+    def trajectory(self, name: str, frames: Sequence[Buffer], now: float) -> dict[str, Any]:
+        """Takes a finished trajectory (header, payload, sidecars); returns the body of `ack`: accepted, or refused with
+        a reason.
+        """
+        header, payload, *sidecars = frames
+        limit = self.config.transport.max_message_bytes
         try:
-            facts = _core.summary(header, payload, max_bytes=self.config.transport.max_message_bytes)
+            facts = _core.summary(header, payload, max_bytes=limit, sidecars=sidecars)
         except (WireError, ValidationError) as error:
             self.event("error", f"generator {name}: corrupt trajectory refused: {error}")
             return _refused(f"corrupt: {error}")
@@ -132,8 +137,8 @@ class State:
         if isinstance(task, str):
             return _refused(task)
         generator = self.pool.by_name.get(name)
-        n_bytes = memoryview(header).nbytes + memoryview(payload).nbytes
-        fault, text = intake.fault(facts, n_bytes, self.store.max_bytes, self.versions)
+        n_bytes = sum(memoryview(frame).nbytes for frame in frames)
+        fault, text = intake.fault(facts, n_bytes, self.store.max_bytes, self.versions, self.formats)
         if text:
             self.event("error", f"generator {name}: {text}")
         if fault:
@@ -149,8 +154,8 @@ class State:
         if oldest is not None and task.min_version < oldest:
             self._drop_stale(task)
         else:
-            self.store.put(ordinal, header, payload, task.min_version)
-            self.book.memory.trajectory(ordinal, attempt, header, payload)
+            self.store.put(ordinal, frames, task.min_version)
+            self.book.memory.trajectory(ordinal, attempt, frames)
         self.progress(now)
         return ACCEPTED
 
@@ -191,9 +196,9 @@ class State:
 
     # -- learner
 
-    def learner_joined(self, hello: dict[str, Any]) -> None:
+    def learner_joined(self, hello: dict[str, Any], reads: tuple[int, ...] = formats.OURS) -> None:
         """The learner is here. `step` and `weights` in its greeting: where it continues, and its weights if they are
-        newer.
+        newer. `reads`: formats of trajectories.
         """
         session, self.learner_back_by = hello.get("session", ""), None
         if session and session == self.learner_session:
@@ -201,6 +206,7 @@ class State:
         step, weights = hello.get("step", self.step), hello.get("weights")
         if step != self.step:  # what was trained in the steps between would be in the books and in no weights
             raise TransportError(f"the learner continues after step {step}, the run after step {self.step}")
+        formats.learner_joined(self, reads)
         for lease in sorted(self.leases, reverse=True):
             leases.give_back(self, lease)
         self.learner_session = session

@@ -4,6 +4,7 @@ taking.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,14 @@ from typing import Any
 from sao import _core
 from sao.errors import FullError
 from sao.transport.messages import Buffer
+
+
+def whole(header: bytes, bodies: memoryview) -> tuple[bytes, ...]:
+    """Header, payload and sidecars, copied out of the bodies that lie one behind the other."""
+    facts = _core.summary(header)
+    sizes = (facts["payload_bytes"], *facts["sidecars"].values())
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return (header, *(bytes(bodies[a:b]) for a, b in itertools.pairwise(ends)))
 
 
 def ordinal_of(header: Buffer | _core.View) -> int:
@@ -29,7 +38,7 @@ class Store:
         self.max_trajectories, self.max_bytes = max_trajectories, max_bytes
         self.largest_bytes = expected_bytes
         self._buffer = _core.Buffer(max_trajectories, max_bytes, "reject")
-        self._waiting: deque[tuple[int, Buffer, Buffer, int]] = deque()
+        self._waiting: deque[tuple[int, Sequence[Buffer], int]] = deque()
 
     @property
     def n_waiting(self) -> int:
@@ -40,11 +49,13 @@ class Store:
         """The buffer's counters."""
         return self._buffer.stats()
 
-    def put(self, ordinal: int, header: Buffer, payload: Buffer, min_version: int) -> None:
-        """Takes an encoded trajectory; never blocks. Raises `ValidationError` for one that can never fit."""
-        self.largest_bytes = max(self.largest_bytes, memoryview(header).nbytes + memoryview(payload).nbytes)
-        if self._waiting or not self._fits(header, payload, min_version):
-            self._waiting.append((ordinal, header, payload, min_version))
+    def put(self, ordinal: int, frames: Sequence[Buffer], min_version: int) -> None:
+        """Takes an encoded trajectory: header, payload, sidecars; never blocks. Raises `ValidationError` for one that
+        can never fit.
+        """
+        self.largest_bytes = max(self.largest_bytes, sum(memoryview(frame).nbytes for frame in frames))
+        if self._waiting or not self._fits(frames, min_version):
+            self._waiting.append((ordinal, frames, min_version))
 
     def refill(self) -> bool:
         """Moves what waits into the room that has become free; whether anything moved."""
@@ -89,9 +100,10 @@ class Store:
         self._waiting.clear()
         self._buffer.close()
 
-    def _fits(self, header: Buffer, payload: Buffer, min_version: int) -> bool:
+    def _fits(self, frames: Sequence[Buffer], min_version: int) -> bool:
+        header, payload, *sidecars = frames
         try:
-            self._buffer.put(header, payload, min_version=min_version, timeout_s=0.0)
+            self._buffer.put(header, payload, min_version=min_version, timeout_s=0.0, sidecars=sidecars)
         except FullError:
             return False
         return True

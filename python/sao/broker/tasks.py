@@ -50,6 +50,7 @@ class Task:
     sampled_tokens: int = 0
     min_version: int = 0
     max_version: int = 0
+    n_sidecars: int = 0
 
 
 @dataclass(slots=True)
@@ -171,6 +172,7 @@ class TaskBook:
         """Takes what a trajectory's header says of its tokens."""
         task.n_tokens, task.sampled_tokens = facts["n_tokens"], facts["n_actions"]
         task.min_version, task.max_version = facts["min_version"], facts["max_version"]
+        task.n_sidecars = len(facts["sidecars"])
 
     @property
     def n_queued(self) -> int:

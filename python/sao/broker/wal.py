@@ -120,13 +120,21 @@ class Log:
         self._count(record.kind, record.ordinal, segment, record.n_bytes)
 
     def append(
-        self, kind: Kind, ordinal: int, attempt: int, part: int, header: Buffer, payload: Buffer = b"", *, lives: bool
+        self, kind: Kind, ordinal: int, attempt: int, part: int, header: Buffer, *payload: Buffer, lives: bool
     ) -> None:
-        """Adds a record, to be written by `flush`; the bodies must not change until then. `lives`: until `forget`."""
-        bodies = [memoryview(header).cast("B"), memoryview(payload).cast("B")]
-        crc = zlib.crc32(bodies[1], zlib.crc32(bodies[0]))
-        head = _HEAD.pack(MAGIC, kind, ordinal, attempt, part, bodies[0].nbytes, bodies[1].nbytes, crc)
-        n_bytes = HEAD_BYTES + bodies[0].nbytes + bodies[1].nbytes
+        """Adds a record, to be written by `flush`; the bodies must not change until then. `lives`: until `forget`.
+
+        Several payloads lie one behind the other in the record and are read as one. Raises `LedgerError` for one that
+        is too long for a record.
+        """
+        bodies = [memoryview(body).cast("B") for body in (header, *payload)]
+        crc, second = 0, sum(body.nbytes for body in bodies[1:])
+        if second >= 1 << 32:
+            raise LedgerError(f"{Kind(kind).name.lower()} of task {ordinal}: {second} bytes, at most {(1 << 32) - 1}")
+        for body in bodies:
+            crc = zlib.crc32(body, crc)
+        head = _HEAD.pack(MAGIC, kind, ordinal, attempt, part, bodies[0].nbytes, second, crc)
+        n_bytes = HEAD_BYTES + bodies[0].nbytes + second
         self._pending += [head + _CRC.pack(zlib.crc32(head)), *bodies]
         self._pending_bytes += n_bytes
         self._segments[self._current].n_bytes += n_bytes

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sao import _core
 from sao.config import Config
 from sao.envs import registry
 from sao.envs.protocol import Environment
@@ -36,12 +37,12 @@ from sao.generator.build import make_engine, make_renderer, make_summariser
 from sao.generator.compaction import Compactor
 from sao.generator.engine import Engine, Request, check_completion
 from sao.generator.episode import Progress, Task, run_episode
-from sao.generator.line import ClientFactory
+from sao.generator.line import ClientFactory, in_loop
 from sao.generator.load import LoadControl
 from sao.generator.prefix import DivergedError, Send, unpack
 from sao.generator.render import Renderer
 from sao.generator.seeds import derive_seed
-from sao.trajectory import Trajectory, encode
+from sao.trajectory import Trajectory, encode_frames
 from sao.transport.client import Client
 from sao.transport.keys import client_keys
 from sao.transport.messages import Buffer, Message
@@ -87,6 +88,7 @@ class Generator:
         self._calls = asyncio.Semaphore(config.env.concurrency) if config.env.concurrency else None
         generator = config.generator
         self._load = LoadControl(generator.concurrency) if generator.load_control else None
+        self._formats: tuple[int, ...] = (1,)  # of trajectories, that the run's broker and learner read
         self._wanted: WeightsRef | None = None
         self._newer = asyncio.Event()
         self._stopped = asyncio.Event()
@@ -170,16 +172,18 @@ class Generator:
         loop = asyncio.get_running_loop()
 
         def pushed(message: Message) -> None:
-            _in_loop(loop, self._on_push, message)
+            in_loop(loop, self._on_push, message)
 
         def lost(error: Error) -> None:
-            _in_loop(loop, self._fail, error)
+            in_loop(loop, self._fail, error)
 
         def rejoined(welcome: dict[str, Any]) -> None:
-            _in_loop(loop, self._rejoined, welcome)
+            in_loop(loop, self._rejoined, welcome)
 
         self._client = self._connect(on_push=pushed, on_lost=lost, on_greet=self._greet, on_rejoin=rejoined)
-        return await asyncio.to_thread(self._client.connect)
+        welcome = await asyncio.to_thread(self._client.connect, formats=list(_core.WIRE_FORMATS))
+        self._formats = tuple(welcome.get("formats", (1,)))
+        return welcome
 
     def _greet(self) -> dict[str, Any]:
         """What a broker should know that may not have been there when the episodes began."""
@@ -187,7 +191,7 @@ class Generator:
 
     def _rejoined(self, welcome: dict[str, Any]) -> None:
         """The broker was started again, or had given this generator up: episodes go on, it counts anew."""
-        self._received = 0
+        self._received, self._formats = 0, tuple(welcome.get("formats", (1,)))
         if welcome["version"] < self.engine.version:
             had, now = self.engine.version, welcome["version"]
             self._fail(WeightsError(f"weights of version {had} were taken back: the run goes on after version {now}"))
@@ -212,6 +216,8 @@ class Generator:
         elif message.kind == "version":
             self._wanted = WeightsRef.from_message(body)
             self._newer.set()
+        elif message.kind == "formats":
+            self._formats = tuple(body["formats"])
         elif message.kind == "cancel":
             for (_, ordinal, attempt), episode in self._episodes.items():
                 if (ordinal, attempt) == (body.get("ordinal"), body.get("attempt")):
@@ -337,7 +343,7 @@ class Generator:
             await self._ask("eval_result", body)
             return
         point("generator.deliver")
-        reply = await self._ask("trajectory", {}, encode(trajectory))
+        reply = await self._ask("trajectory", {}, encode_frames(trajectory, self._formats))
         if reply is not None and not reply.body.get("accepted", True):
             reason = reply.body.get("reason")
             log.info("task %d attempt %d: refused: %s", task.ordinal, task.attempt, reason)
@@ -399,7 +405,7 @@ class Generator:
         except Error as error:
             self._fail(error)
 
-    async def _ask(self, kind: str, body: dict[str, Any], frames: tuple[bytes, ...] = ()) -> Message | None:
+    async def _ask(self, kind: str, body: dict[str, Any], frames: tuple[Buffer, ...] = ()) -> Message | None:
         """Sends and waits for the acknowledgement; None when the line is gone, which ends `run` elsewhere.
 
         Raises `WireError` for a message that is too large, before anything is sent.
@@ -488,10 +494,3 @@ def make_generator(
     engine, summariser = make_engine(config, renderer, seed), make_summariser(config, renderer, seed)
     arrivals = None if weights_folder is None else Arrivals(config, weights_folder, endpoint, name, incarnation)
     return Generator(config, engine, renderer, connect, seed, summariser, arrivals, name)
-
-
-def _in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[Any], None], argument: Any) -> None:
-    try:
-        loop.call_soon_threadsafe(call, argument)
-    except RuntimeError:  # the loop has ended, and with it everyone who could care
-        log.debug("after the end: %r", argument)

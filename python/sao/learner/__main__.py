@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from sao import checkpoints
+from sao import _core, checkpoints
 from sao.config import Config, load_resolved
 from sao.errors import ConfigError, Error
 from sao.faults import point
@@ -74,7 +74,8 @@ def main(argv: list[str] | None = None) -> int:
             log.info("continues from %s: step %d, version %d", checkpoint.path, learner.steps, learner.version)
         if client is not None:
             reference = weights.to_message() if weights else None
-            client.connect(deadline_s=_CONNECT_S, step=learner.steps, weights=reference)
+            formats = list(_core.WIRE_FORMATS)
+            client.connect(deadline_s=_CONNECT_S, step=learner.steps, weights=reference, formats=formats)
             joined = True
         if config.run.task == "pretrain_value":
             pretrain(config, learner, world, client, arguments.run_folder)

@@ -22,7 +22,7 @@ from sao.learner.checkpoint import Checkpointer
 from sao.learner.step import Learner, StepResult
 from sao.learner.world import World
 from sao.telemetry.recording import write_step
-from sao.trajectory import Trajectory, decode
+from sao.trajectory import Trajectory, decode, split_frames
 from sao.transport.messages import Message
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,9 @@ class Connection(Protocol):
 
 @dataclass(frozen=True)
 class Taken:
-    """A batch as it came: the broker's number for it (rank 0), its policy version, two frames a trajectory."""
+    """A batch as it came: the broker's number for it (rank 0), its policy version, and its trajectories' frames one
+    after another.
+    """
 
     lease: int
     version: int
@@ -150,9 +152,10 @@ def _keep(config: Config, taken: Taken, result: StepResult, folder: Path) -> Non
 
 def decode_all(config: Config, taken: Taken) -> list[Trajectory]:
     """The batch's trajectories. Raises `WireError` for bytes that are none."""
+    limit = config.transport.max_message_bytes
     return [
-        decode(header, payload, max_bytes=config.transport.max_message_bytes)
-        for header, payload in zip(taken.frames[::2], taken.frames[1::2], strict=True)
+        decode(header, payload, sidecars=sidecars, max_bytes=limit)
+        for header, payload, *sidecars in split_frames(taken.frames)
     ]
 
 

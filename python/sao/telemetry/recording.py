@@ -1,6 +1,6 @@
 """A recorded learner step: the batch's trajectories as they came, and the numbers that the step made of them.
 
-One safetensors file a step (`step-000012.safetensors`): for each trajectory its two encoded frames, byte for byte, then
+One safetensors file a step (`step-000012.safetensors`): for each trajectory its encoded frames, byte for byte, then
 named arrays, then a JSON map in the header. Nothing in it can run. The names that the learner writes, where N counts
 the tokens of all segments of all trajectories, laid end to end:
 
@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sao import _core
 from sao.errors import ValidationError, WireError
-from sao.trajectory import Trajectory, decode
+from sao.trajectory import Trajectory, decode, split_frames
 
 FORMAT = "sao-step-1"
 _NAME = re.compile(r"step-(\d{6,})\.safetensors")
@@ -35,7 +36,9 @@ _NAME = re.compile(r"step-(\d{6,})\.safetensors")
 
 @dataclass(frozen=True, eq=False)
 class RecordedStep:
-    """What `write_step` wrote. `frames`: header and payload of each trajectory, one after the other, in batch order."""
+    """What `write_step` wrote. `frames`: header, payload and sidecars of each trajectory, one after the other, in batch
+    order.
+    """
 
     step: int
     frames: list[bytes]
@@ -44,7 +47,7 @@ class RecordedStep:
 
     def trajectories(self) -> list[Trajectory]:
         """The batch, decoded and checked. Raises `WireError`."""
-        return [decode(head, body) for head, body in zip(self.frames[::2], self.frames[1::2], strict=True)]
+        return [decode(head, body, sidecars=more) for head, body, *more in split_frames(self.frames)]
 
 
 def write_step(
@@ -58,18 +61,17 @@ def write_step(
 ) -> Path:
     """Writes one step and returns its path; the file is complete or not there.
 
-    frames: header and payload of each trajectory, alternating (anything with the buffer protocol). arrays: any shape,
-    dtypes of NumPy other than object and text. meta: what JSON can hold. keep: newest steps that stay in `folder`
-    (None: all). Raises `ValidationError` before anything is written, `OSError`.
+    frames: header, payload and sidecars of each trajectory, one after another (anything with the buffer protocol).
+    arrays: any shape, dtypes of NumPy other than object and text. meta: what JSON can hold. keep: newest steps that
+    stay in `folder` (None: all). Raises `WireError` and `ValidationError` before anything is written, `OSError`.
     """
     from safetensors.numpy import save_file  # only those that record or read need it
 
-    if len(frames) % 2:
-        raise ValidationError(f"frames: {len(frames)}, expected a header and a payload for each trajectory")
+    groups = split_frames(frames)
     tensors: dict[str, NDArray[Any]] = {}
-    for index, frame in enumerate(frames):
-        part = "payload" if index % 2 else "header"
-        tensors[f"frame/{index // 2:06d}/{part}"] = np.frombuffer(frame, np.uint8)
+    for index, group in enumerate(groups):
+        for part, frame in enumerate(group):
+            tensors[_frame(index, part)] = np.frombuffer(frame, np.uint8)
     for name, array in arrays.items():
         if array.dtype.kind not in "biuf":
             raise ValidationError(f"arrays[{name!r}]: {array.dtype}, expected numbers or truth values")
@@ -77,7 +79,7 @@ def write_step(
     header = {
         "format": FORMAT,
         "step": str(step),
-        "trajectories": str(len(frames) // 2),
+        "trajectories": str(len(groups)),
         "meta": json.dumps(dict(meta)),
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,8 +107,11 @@ def read_step(path: Path) -> RecordedStep:
                 raise WireError(f"{path}: format {header.get('format')!r}, expected {FORMAT!r}")
             names = file.keys()
             arrays = {name.removeprefix("array/"): file.get_tensor(name) for name in names if name[:6] == "array/"}
-            wanted = [f"frame/{i:06d}/{part}" for i in range(int(header["trajectories"])) for part in _PARTS]
-            frames = [file.get_tensor(name).tobytes() for name in wanted]
+            frames = []
+            for index in range(int(header["trajectories"])):
+                head = file.get_tensor(_frame(index, 0)).tobytes()
+                parts = range(1, 2 + len(_core.summary(head)["sidecars"]))
+                frames += [head, *(file.get_tensor(_frame(index, part)).tobytes() for part in parts)]
             return RecordedStep(int(header["step"]), frames, arrays, json.loads(header["meta"]))
     except FileNotFoundError:
         raise WireError(f"{path}: no such file") from None
@@ -127,4 +132,6 @@ def recorded_steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for path in names if (match := _NAME.fullmatch(path.name)))
 
 
-_PARTS = ("header", "payload")
+def _frame(index: int, part: int) -> str:
+    """The name of a trajectory's frame: 0 is its header, 1 its payload, what follows are sidecars."""
+    return f"frame/{index:06d}/{('header', 'payload')[part] if part < 2 else f'sidecar{part - 2}'}"

@@ -18,7 +18,7 @@ from sao.transport.messages import Buffer, Message, check, decode, encode
 from sao.transport.sockets import bind_router, check_endpoint, receive, send
 
 log = logging.getLogger(__name__)
-MAX_FRAMES: Final = 8
+MAX_FRAMES: Final = 1 + 2 + 256  # a message, a trajectory, and as many sidecars as one may have
 GOODBYE: Final = "said goodbye"
 _ACK: Final[list[Buffer]] = []  # stands for a plain acknowledgement among the answers that are kept
 
