@@ -39,6 +39,10 @@ def test_lost_steps_are_trained_again_and_their_tasks_come_first(tmp_path: Path)
     world = World(config(staleness={"discipline": "window"}), killed(world, tmp_path, "k"), resumed=1)
     world.state.learner_joined({"step": 1, "weights": weights(1)})
     world.join("g0", 0)
+    with pytest.raises(TransportError, match="published were f1"):  # of the line of history that is lost
+        world.state.loaded("g0", 1, "of another line")
+    world.slots("g0", BATCH)
+    assert not world.tasks.get("g0")
     world.state.loaded("g0", 1, "f1")
     world.slots("g0", BATCH)
     again = world.tasks["g0"]

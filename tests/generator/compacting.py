@@ -15,6 +15,7 @@ from sao.envs.protocol import Message, StepResult
 from sao.generator.compaction import Compactor
 from sao.generator.engine import Request
 from sao.generator.episode import Progress, Task, run_episode
+from sao.generator.prefix import unpack
 from sao.generator.render import Renderer
 from sao.generator.scripted_engine import Reply, ScriptedEngine
 from sao.trajectory import Trajectory, decode, encode
@@ -113,13 +114,16 @@ def compacted(
 ) -> Trajectory:
     """Plays an episode and checks all that must hold of any episode."""
     engine, renderer = engine or ScriptedEngine(speaker), Renderer(config.model.path)
-    progress = Progress()
-    compactor = Compactor(config, renderer, summariser)
-    trajectory = asyncio.run(
-        run_episode(engine, env, renderer, TASK, config, sampling_seed=1, progress=progress, compactor=compactor)
-    )
+    progress, kept = Progress(), list[tuple[int, int]]()
+
+    def send(part: int, n_tokens: int, version: int, header: bytes, payload: bytes) -> None:
+        kept.append((n_tokens, unpack(header, payload).n_tokens))
+
+    more: dict[str, Any] = {"progress": progress, "compactor": Compactor(config, renderer, summariser), "send": send}
+    trajectory = asyncio.run(run_episode(engine, env, renderer, TASK, config, sampling_seed=1, **more))
     check(trajectory, speaker, config, merged=config.compaction.merge_summary)
     assert progress.sampled_tokens == trajectory.n_actions
+    assert all(told == read for told, read in kept) and sum(told for told, _ in kept) < trajectory.n_actions
     assert len({request.id for request in engine.requests}) == len(engine.requests)
     return trajectory
 

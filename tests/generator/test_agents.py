@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import re
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from sao.config import Config, parse
 from sao.envs import registry
 from sao.envs.agent import Access
 from sao.errors import ConfigError, EngineError, EnvironmentFailure
+from sao.generator import agent_server
 from sao.generator.agent_calls import ApiError
 from sao.generator.agent_calls import parse as read
 from sao.generator.agent_host import AgentHost
@@ -269,6 +271,49 @@ def test_keys_rewards_and_errors_over_http(tiny_model: Path) -> None:
 
     trajectory = played(tiny_model, Scripted(script))
     assert trajectory.reward == 1.0 and trajectory.metadata["turns"] == 1
+
+
+def test_a_body_that_does_not_arrive_is_waited_for_no_longer_than_it_may_take(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_server, "READ_S", 0.2)
+
+    async def script(access: Access, post: Post) -> float:
+        host, _, port = access.base_url.removeprefix("http://").removesuffix("/v1").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        key = access.api_key.encode()
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + key)
+        writer.write(b"\r\nContent-Length: 100\r\n\r\n{")  # and no more
+        answer = await asyncio.wait_for(reader.readuntil(b"}}"), 20)
+        writer.close()
+        assert answer.split()[1] == b"408" and b"did not arrive within 0.2 s" in answer
+        await ask(post, user("a"))
+        return 1.0
+
+    assert played(tiny_model, Scripted(script)).metadata["turns"] == 1
+
+
+def test_a_long_conversation_is_encoded_beside_the_loop(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, begun, others = Renderer.conversation, threading.Event(), threading.Event()
+    in_time: list[bool] = []
+
+    def slow(self: Renderer, messages: Any) -> Any:
+        begun.set()
+        in_time.append(others.wait(10))
+        return encode(self, messages)
+
+    monkeypatch.setattr(Renderer, "conversation", slow)
+
+    async def script(access: Access, post: Post) -> float:
+        asking = asyncio.create_task(ask(post, user("a")))
+        assert await asyncio.to_thread(begun.wait, 10)
+        status, _ = await post("/v1/sessions/reward", {"reward": 1.0}, access.reward_key)
+        others.set()
+        await asking
+        assert status == 200 and in_time == [True], "the loop stood still while a conversation was encoded"
+        return 1.0
+
+    assert played(tiny_model, Scripted(script)).metadata["turns"] == 1
 
 
 def test_limits_end_an_episode_as_truncated(tiny_model: Path) -> None:

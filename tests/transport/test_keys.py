@@ -176,6 +176,23 @@ def test_a_removed_key_and_an_opened_folder_let_nobody_in(server: Server, folder
         client.connect(5)
 
 
+def test_a_handshake_that_cannot_be_judged_is_refused_and_the_next_one_is_judged(
+    server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine, read = keys.client_keys(folder, TCP, "generator", "g0"), keys.read_public
+
+    def fails(path: Path) -> bytes:
+        raise OSError(24, "Too many open files", str(path))
+
+    monkeypatch.setattr(keys, "read_public", fails)
+    with client_of(server, "g0", keys=mine) as client, pytest.raises(Error):
+        client.connect(3)
+    assert "a handshake could not be judged" in caplog.text and "Too many open files" in caplog.text
+    monkeypatch.setattr(keys, "read_public", read)
+    with client_of(server, "g0", keys=mine, incarnation=1) as client:
+        client.connect(5)
+
+
 @pytest.mark.parametrize("with_key", [True, False])
 def test_a_stranger_injects_nothing(server: Server, folder: Path, tmp_path: Path, with_key: bool) -> None:
     """Raw sockets under the identity of a joined peer: without the right key no byte reaches a handler."""

@@ -27,6 +27,7 @@ from sao.generator.agent_calls import ApiError
 from sao.generator.agent_session import AgentSession
 
 MAX_BODY_BYTES = 16 << 20
+READ_S = 30.0  # for a body to arrive as a whole
 KEEP_ALIVE_S = 10.0  # a stream says so often that it is still there
 MAX_WAIT_S = 60.0
 
@@ -193,7 +194,12 @@ def _key(request: web.Request) -> str:
 
 async def _body(request: web.Request) -> dict[str, Any]:
     try:
-        body = json.loads(await request.read() or b"{}")
+        async with asyncio.timeout(READ_S):
+            data = await request.read()
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {READ_S:g} s") from None
+    try:
+        body = json.loads(data or b"{}")
     except (ValueError, RecursionError):
         raise ApiError(400, "the body is no JSON") from None
     if not isinstance(body, dict):

@@ -96,7 +96,8 @@ class AgentSession:
                 self.cut = self.cut or "max_turns"
                 limit = self._config.env.max_turns
                 raise ApiError(400, f"the episode has had its env.max_turns = {limit} turns", code="max_turns")
-            chain, ids = self._prompt(call.messages)
+            # Beside the loop: a conversation of megabytes takes seconds to encode, only then is its length known.
+            chain, ids = await asyncio.to_thread(self._prompt, call.messages)
             sampling = self._config.sampling
             room = sampling.context_tokens - ids.size
             if room <= 0:

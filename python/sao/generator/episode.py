@@ -212,7 +212,7 @@ class _Episode:
         if summariser is None:
             self._note_fingerprints(request, completion)
         if recorded is None:
-            self.kept.sampled(completion)
+            self.kept.sampled(completion, foreign=summariser is not None)
         return completion
 
     def _note_fingerprints(self, request: Request, completion: Completion) -> None:

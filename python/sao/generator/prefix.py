@@ -42,11 +42,13 @@ class Turn:
     """Of the environment's first messages."""
     said: bytes
     """Of what it said after this turn."""
+    foreign_tokens: int = 0
+    """Of a fixed summariser: they are context, not sampled by the policy."""
 
     @property
     def n_tokens(self) -> int:
-        """Sampled tokens."""
-        return sum(completion.token_ids.size for completion in self.completions)
+        """Tokens that the policy has sampled."""
+        return sum(completion.token_ids.size for completion in self.completions) - self.foreign_tokens
 
     @property
     def max_version(self) -> int:
@@ -65,13 +67,13 @@ def pack(turn: Turn) -> tuple[bytes, bytes]:
         for c in turn.completions
         for array, kind in ((c.token_ids, "<i4"), (c.logprobs, "<f4"), (c.version_spans, "<i8"))
     ]
-    return msgpack.packb([turn.first, turn.said, facts]), b"".join(parts)
+    return msgpack.packb([turn.first, turn.said, facts, turn.foreign_tokens]), b"".join(parts)
 
 
 def unpack(header: Buffer, payload: Buffer) -> Turn:
     """The turn that `pack` has packed. Raises `WireError` for anything else."""
     try:
-        first, said, facts = msgpack.unpackb(header)
+        first, said, facts, *more = msgpack.unpackb(header)
         completions, at = [], 0
         for n_tokens, n_spans, stop_reason, marks in facts:
             arrays = []
@@ -83,7 +85,7 @@ def unpack(header: Buffer, payload: Buffer) -> Turn:
             completions.append(Completion(ids, logprobs, spans.reshape(-1, 3), stop_reason, fingerprints))
     except Exception as error:  # msgpack raises a dozen classes
         raise WireError(f"turn: not a valid record: {type(error).__name__}: {error}") from None
-    return Turn(tuple(completions), first, said)
+    return Turn(tuple(completions), first, said, *more)
 
 
 def digest(messages: Sequence[Message], reward: float | None = None) -> bytes:
@@ -101,6 +103,7 @@ class Turns:
         self._recorded, self._send = recorded, send
         self._index = self._asked = 0
         self._fresh: list[Completion] = []
+        self._foreign = 0
         self._first = self._said = b""
 
     def opened(self, messages: Sequence[Message]) -> None:
@@ -119,10 +122,11 @@ class Turns:
         self._asked += 1
         return completions[self._asked - 1]
 
-    def sampled(self, completion: Completion) -> None:
-        """An answer that was sampled now."""
+    def sampled(self, completion: Completion, *, foreign: bool = False) -> None:
+        """An answer that was sampled now; `foreign`: by a fixed summariser."""
         if self._send is not None:
             self._fresh.append(completion)
+            self._foreign += completion.token_ids.size if foreign else 0
 
     def said(self, messages: Sequence[Message], reward: float | None, *, done: bool) -> None:
         """What the environment said to a turn."""
@@ -136,7 +140,8 @@ class Turns:
             if self._asked != len(self._recorded[self._index].completions):
                 raise self._diverged()
         elif self._send is not None:
-            turn, self._fresh = Turn(tuple(self._fresh), self._first, self._said), []
+            turn = Turn(tuple(self._fresh), self._first, self._said, self._foreign)
+            self._fresh, self._foreign = [], 0
             self._send(self._index, turn.n_tokens, turn.max_version, *pack(turn))
         self._index, self._asked = self._index + 1, 0
 

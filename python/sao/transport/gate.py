@@ -47,7 +47,12 @@ class Gate:
                 frames = socket.recv_multipart()
                 if len(frames) == 1:
                     return
-                socket.send_multipart(self._judge(frames))
+                try:
+                    answer = self._judge(frames)
+                except Exception:  # who cannot be judged stays outside; the gate stays there for the others
+                    log.exception("a handshake could not be judged: it is refused")
+                    answer = [_VERSION, frames[1], b"500", b"internal error", b"", b""]
+                socket.send_multipart(answer)
 
     def _judge(self, frames: list[bytes]) -> list[bytes]:
         version, request, _domain, address, _identity, mechanism, *credentials = frames
