@@ -13,6 +13,7 @@ import numpy as np
 from sao import StreamPacker, TrajectoryBuffer, _core, advantages, decode, encode_frames, gather_rows, pack, plan
 from sao.bench.workloads import agentic_lengths, trajectory
 from sao.errors import Error
+from sao.transport.shared import SharedReceiver, SharedSender
 
 
 def main() -> None:
@@ -74,6 +75,21 @@ def main() -> None:
     values = np.where(mask, 0.5, np.nan).astype(np.float32)
     found, _, _ = advantages(values, mask, [0, 900, n], [0, 1, 2], [1.0, 0.0], threads=2)
     assert np.isfinite(found).all()
+
+    with tempfile.TemporaryDirectory() as folder, SharedReceiver(f"ipc://{folder}/s") as receiver:
+        with SharedSender(f"ipc://{folder}/s", 1 << 20) as sender:
+            shared = []
+            for number in range(60):
+                sender.send(b"h" * number, bytes(90_000 + number), timeout_s=30)
+                shared.append(receiver.receive(30))
+                if number % 5 == 4:
+                    shared[number % 3 :: 2] = []
+                    assert all(not any(one.payload[::5000]) for one in shared)
+                    shared.clear()
+            sender.flush(30)
+            sender.send(b"", b"last")
+        last = receiver.receive(30).payload
+    assert bytes(last) == b"last"
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ledger.log"

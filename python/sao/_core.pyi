@@ -276,6 +276,73 @@ class View:
 
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
+# Shared memory between processes; used through `sao.transport.shared`, which makes and watches the sockets
+
+def shared_bytes(capacity: int) -> int:
+    """Size of the memory for `capacity` bytes of data. Raises `ValidationError` unless these are whole pages."""
+
+@final
+class SharedWriter:
+    """The sending end of one memory, for one thread. Takes the connected `socket` over; maps the memfd `memory`."""
+
+    def __new__(cls, memory: int, socket: int, capacity: int) -> SharedWriter: ...
+    def send(self, header: BytesLike, payload: BytesLike) -> bool:
+        """Copies both in, publishes them, and rings if the receiver sleeps. False: no room; the receiver will ring.
+
+        Raises `ValidationError` for what can never fit, `TransportError` for a receiver that lies, `ClosedError`.
+        """
+
+    def unreleased(self) -> int:
+        """Payloads that are not released. Unless none, the receiver will ring when all are."""
+
+    def hear(self) -> None:
+        """Takes what was rung from the socket, and notes its end. Never waits."""
+
+    @property
+    def gone(self) -> bool: ...
+    def fileno(self) -> int: ...
+    def close(self) -> None: ...
+
+@final
+class SharedReaders:
+    """The receiving ends of any number of senders. Never waits."""
+
+    def __new__(cls) -> SharedReaders: ...
+    def add(self, memory: int, socket: int, capacity: int) -> None:
+        """A sender: maps its memory, takes `socket` over. Raises `TransportError` for any other memory."""
+
+    def take(self) -> SharedPayload | None:
+        """The next payload of the senders in turn. None: nothing there, or time to look at the sockets.
+
+        Raises `TransportError` for a sender that lies; it is dropped.
+        """
+
+    def doze(self) -> bool:
+        """True: nothing to take, and whoever publishes something from now on rings. Drops senders that are gone."""
+
+    def hear(self, socket: int) -> None:
+        """As `SharedWriter.hear`, of the sender with this socket."""
+
+    def __len__(self) -> int:
+        """Senders, with those that are gone and not empty."""
+
+    def close(self) -> None: ...
+
+@final
+class SharedPayload:
+    """A payload where its sender wrote it; the sender may use the place again when nobody views it any more.
+
+    `release` lets go of `payload`: it must not be used from here on. Views made from it without a copy keep the place,
+    and `BufferError` is raised while something else, such as an array, was made from `payload` itself. A second call
+    does nothing.
+    """
+
+    header: bytes
+    payload: memoryview
+    def release(self) -> None: ...
+    def __enter__(self) -> SharedPayload: ...
+    def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None: ...
+
 # Trajectories as bytes
 
 WIRE_FORMATS: tuple[int, ...]

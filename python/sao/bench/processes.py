@@ -35,10 +35,15 @@ def transport(quick: bool) -> Iterator[Row]:
     for tokens in (1_000, 32_768, 200_000):
         size = tokens * BYTES_PER_TOKEN
         for how in ("zmq tcp", "sao tcp", "zmq ipc", "sao ipc", "sao shared memory"):
-            count = max(200, min(20_000, (1 << 28 if quick else 1 << 30) // size))
-            yield _throughput(how, tokens, size, count)
+            yield _throughput(how, tokens, size, _count(how, size, quick))
         for how in ("zmq ipc", "sao shared memory"):
             yield _latency(how, tokens, size, 50 if quick else 300)
+
+
+def _count(how: str, size: int, quick: bool) -> int:
+    """Payloads for a few tenths of a second, or less."""
+    gigabytes, most = (8, 100_000) if how == "sao shared memory" else (1, 20_000)
+    return max(200, min(most, (gigabytes << (28 if quick else 30)) // size))
 
 
 class _Zmq:
@@ -132,8 +137,17 @@ def _run(how: str, size: int, count: int, pause_s: float) -> list[tuple[int, int
         sink = kinds.get(how, _Messages)(endpoint)
         arguments = [how, sink.endpoint, str(size), str(count // PRODUCERS), str(pause_s)]
         command = [sys.executable, "-c", "import sys; from sao.bench.processes import produce; produce(*sys.argv[1:])"]
-        producers = [subprocess.Popen([*command, *arguments], env={**os.environ}) for _ in range(PRODUCERS)]
+        producers = [
+            subprocess.Popen([*command, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            for _ in range(PRODUCERS)
+        ]
         try:
+            # All begin at once: what a process takes to start is more than what it takes to send.
+            for producer in producers:
+                assert producer.stdout is not None and producer.stdout.readline() == b"ready\n"
+            for producer in producers:
+                assert producer.stdin is not None
+                producer.stdin.close()
             stamps = []
             for _ in range(count // PRODUCERS * PRODUCERS):
                 sent = sink.receive()
@@ -144,6 +158,9 @@ def _run(how: str, size: int, count: int, pause_s: float) -> list[tuple[int, int
             for producer in producers:
                 producer.terminate()
                 producer.wait(20)
+                for pipe in (producer.stdin, producer.stdout):
+                    assert pipe is not None
+                    pipe.close()
 
 
 def produce(how: str, endpoint: str, size: str, count: str, pause_s: str) -> None:
@@ -151,6 +168,7 @@ def produce(how: str, endpoint: str, size: str, count: str, pause_s: str) -> Non
     payload, pause = bytearray(os.urandom(int(size))), float(pause_s)
     if how == "sao shared memory":
         sender = SharedSender(endpoint, 16 * (int(size) + 64))
+        _ready()
         for _ in range(int(count)):
             time.sleep(pause) if pause else None
             payload[:8] = time.monotonic_ns().to_bytes(8, "little")
@@ -160,6 +178,7 @@ def produce(how: str, endpoint: str, size: str, count: str, pause_s: str) -> Non
     if how in ACKNOWLEDGED:
         client = Client(endpoint, role="generator", name=f"p{os.getpid()}")
         client.connect(deadline_s=20.0)
+        _ready()
         # What is under way must not be changed, so every place in the window has memory of its own.
         window: deque[Any] = deque()
         memory = [bytearray(payload) for _ in range(UNANSWERED)]
@@ -176,6 +195,7 @@ def produce(how: str, endpoint: str, size: str, count: str, pause_s: str) -> Non
     socket: Any = zmq.Context.instance().socket(zmq.PUSH)
     socket.setsockopt(zmq.SNDHWM, 16)
     socket.connect(endpoint)
+    _ready()
     for _ in range(int(count)):
         time.sleep(pause) if pause else None
         payload[:8] = time.monotonic_ns().to_bytes(8, "little")
@@ -183,3 +203,8 @@ def produce(how: str, endpoint: str, size: str, count: str, pause_s: str) -> Non
         socket.send_multipart((HEADER, payload), copy=True)
     socket.close(linger=60_000)
     zmq.Context.instance().term()
+
+
+def _ready() -> None:
+    print("ready", flush=True)
+    sys.stdin.read()

@@ -80,7 +80,8 @@ def clear_stale(path: Path) -> None:
     raise TransportError(f"{path}: another process listens here")
 
 
-def _check_private(folder: Path) -> None:
+def check_private(folder: Path) -> None:
+    """Raises `TransportError` unless only this user may enter the folder."""
     try:
         status = folder.stat()
     except OSError as error:
@@ -100,7 +101,7 @@ def bind_router(
     """
     path = check_endpoint(endpoint)
     if path is not None:
-        _check_private(path.parent)
+        check_private(path.parent)
         clear_stale(path)
     router = context.socket(zmq.ROUTER)
     _options(router, max_message_bytes)

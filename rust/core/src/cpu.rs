@@ -1,6 +1,7 @@
 //! Hot loops compiled twice: for any CPU of the target, and for one with AVX2 and FMA, chosen at run time.
 //!
-//! One of the two places with `unsafe` (the other is the ring). The bodies themselves are safe code.
+//! One of the three places with `unsafe` (the others are `ring` and `shared::region`). The bodies themselves are safe
+//! code.
 
 /// `wide! { fn name(arguments) -> Result = body; }` defines `name`, which runs `body::<true>` compiled for AVX2 and FMA
 /// where the CPU has both, else `body::<false>`. `body` must be `#[inline(always)]`, or it is not compiled anew.

@@ -24,6 +24,9 @@ pub enum Error {
     /// A task would take an impossible step, or the token ledger does not close.
     #[error("{0}")]
     Ledger(String),
+    /// A peer breaks the protocol.
+    #[error("{0}")]
+    Transport(String),
 }
 
 /// Result of every fallible function of the crate.

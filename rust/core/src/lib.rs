@@ -1,5 +1,5 @@
 //! The experience core of `sao`: no Python, no sockets, no clock of its own.
-#![deny(unsafe_code)] // allowed in `cpu` and `ring`
+#![deny(unsafe_code)] // allowed in `cpu`, `ring` and `shared::region`
 
 pub mod advantage;
 mod balance;
@@ -19,6 +19,7 @@ pub mod ledger;
 pub mod pack;
 mod pool;
 mod ring;
+pub mod shared;
 pub mod sidecar;
 pub mod staleness;
 pub mod stream;

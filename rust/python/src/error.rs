@@ -16,6 +16,7 @@ struct Classes {
     deadline: Py<PyType>,
     full: Py<PyType>,
     ledger: Py<PyType>,
+    transport: Py<PyType>,
 }
 
 static CLASSES: PyOnceLock<Classes> = PyOnceLock::new();
@@ -34,6 +35,7 @@ fn classes(py: Python<'_>) -> PyResult<&'static Classes> {
             deadline: get("DeadlineError")?,
             full: get("FullError")?,
             ledger: get("LedgerError")?,
+            transport: get("TransportError")?,
         })
     })
 }
@@ -58,6 +60,7 @@ pub fn to_py(error: sao_core::Error) -> PyErr {
         E::Interrupted(_) => pyo3::exceptions::PyKeyboardInterrupt::new_err(text),
         E::Full(_) => raise(|c| &c.full, text),
         E::Ledger(_) => raise(|c| &c.ledger, text),
+        E::Transport(_) => raise(|c| &c.transport, text),
     }
 }
 

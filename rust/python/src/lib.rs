@@ -12,6 +12,7 @@ mod ledger;
 mod objects;
 mod pace;
 mod pack;
+mod shared;
 mod staleness;
 mod wire;
 
@@ -25,5 +26,6 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     pack::register(m)?;
     gather::register(m)?;
     advantage::register(m)?;
+    shared::register(m)?;
     Ok(())
 }
