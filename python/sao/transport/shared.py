@@ -35,6 +35,7 @@ _MAGIC = b"SAO2"
 _MAX_BYTES = 1 << 40
 _CONNECT_S = 10.0
 _BACKLOG = 1024
+_LONGEST_S = 1e6  # what `poll` takes in one call
 
 
 class SharedSender:
@@ -96,7 +97,7 @@ class SharedSender:
         left_s = None if deadline is None else deadline - time.monotonic()
         if left_s is not None and left_s < 0:
             raise DeadlineError(f"waited {timeout_s} s for {what}")
-        if self._poll.poll(None if left_s is None else int(left_s * 1e3) + 1):
+        if self._poll.poll(None if left_s is None else int(min(left_s, _LONGEST_S) * 1e3) + 1):
             self._writer.hear()
 
     def __enter__(self) -> SharedSender:
@@ -153,7 +154,7 @@ class SharedReceiver:
     def _wait(self, timeout_s: float | None) -> Received:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            left_s = None if deadline is None else min(max(0.0, deadline - time.monotonic()), _LONGEST_S)
             # Not asleep: there is something to take, and this is only a look at who joined and who went.
             asleep = self._readers.doze()
             for number, _ in self._epoll.poll(left_s if asleep else 0):
@@ -165,7 +166,7 @@ class SharedReceiver:
                     self._readers.hear(number)
             if (got := self._readers.take()) is not None:
                 return got
-            if asleep and deadline is not None and time.monotonic() >= deadline:
+            if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineError(f"waited {timeout_s} s for a payload")
 
     def _accept(self) -> None:

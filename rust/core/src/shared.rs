@@ -57,8 +57,7 @@ impl Place {
     }
 
     fn stop(&self) -> usize {
-        let (start, bytes) = self.header();
-        start + bytes.max(usize::from(self.payload == 0))
+        self.start + taken(self.header, self.payload)
     }
 }
 
@@ -218,9 +217,14 @@ impl Writer {
     }
 }
 
-/// What a payload takes at most: a place one cache line on may be the better one.
+/// What a payload takes from its start on; not nothing, so that places differ.
+fn taken(header: usize, payload: usize) -> usize {
+    (payload.next_multiple_of(ALIGN) + header).max(1)
+}
+
+/// What it takes at most: a place one cache line on may be the better one.
 fn need(header: usize, payload: usize) -> usize {
-    ALIGN + payload.next_multiple_of(ALIGN) + header
+    ALIGN + taken(header, payload)
 }
 
 /// The receiving end.

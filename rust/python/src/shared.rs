@@ -21,8 +21,6 @@ use crate::error::{guard, to_py, validation};
 const DETACH_BYTES: usize = 1 << 16;
 /// After so many payloads in a row the caller is sent to look at its sockets: who else wants to join, who is gone.
 const TAKES_IN_A_ROW: u32 = 64;
-/// Times that a receiver looks again before it sleeps; what a wake-up costs is far more.
-const LOOKS: usize = 256;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -267,15 +265,8 @@ impl State {
         Ok(None)
     }
 
-    fn anything(&self) -> bool {
-        self.peers.iter().any(|peer| !lock(&peer.reader).is_empty())
-    }
-
-    fn doze(&mut self) -> bool {
-        for peer in &self.peers {
-            peer.tell(true);
-        }
-        // What somebody published before it went is still delivered.
+    /// Drops senders that are gone; what they published before is still delivered.
+    fn part(&mut self) {
         self.peers.retain(|peer| {
             let keep = !peer.line.is_gone() || !lock(&peer.reader).is_empty();
             if !keep {
@@ -283,12 +274,13 @@ impl State {
             }
             keep
         });
-        for _ in 0..LOOKS / self.peers.len().max(1) {
-            if self.anything() {
-                return false;
-            }
-            std::hint::spin_loop();
+    }
+
+    fn doze(&mut self) -> bool {
+        for peer in &self.peers {
+            peer.tell(true);
         }
+        self.part();
         self.dozing = true;
         self.peers.iter().all(|peer| lock(&peer.reader).doze())
     }
@@ -354,6 +346,7 @@ impl SharedReaders {
                 peer.line.hear();
                 if peer.line.is_gone() {
                     peer.line.close();
+                    state.part();
                 }
             }
             Ok(())

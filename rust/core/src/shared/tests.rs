@@ -32,7 +32,8 @@ type Content = (Vec<u8>, Vec<u8>);
 
 #[derive(Debug, Clone)]
 enum Step {
-    Send(usize, usize),
+    /// Header, payload, and in which cache line of its page that one ends.
+    Send(usize, usize, usize),
     Take,
     Release(prop::sample::Index),
 }
@@ -40,7 +41,7 @@ enum Step {
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let payload = prop_oneof![Just(0), 1usize..200, 500usize..2500, Just(4032), Just(4096)];
     let step = prop_oneof![
-        4 => (prop_oneof![Just(0usize), 0usize..100], payload).prop_map(|(h, p)| Step::Send(h, p)),
+        4 => (prop_oneof![Just(0usize), 0usize..100], payload, 0usize..64).prop_map(|(h, p, line)| Step::Send(h, p, line)),
         3 => Just(Step::Take),
         3 => any::<prop::sample::Index>().prop_map(Step::Release),
     ];
@@ -67,15 +68,20 @@ proptest! {
         let (mut sent, mut taken, mut done) = (0u64, 0u64, std::collections::BTreeSet::new());
         for step in steps {
             match step {
-                Step::Send(h, p) => {
+                Step::Send(h, p, line) => {
                     let content = (vec![sent as u8; h], vec![!(sent as u8); p]);
                     let unreleased = (0..sent).find(|ticket| !done.contains(ticket)).map_or(0, |first| sent - first);
-                    match writer.reserve(h, p, content.1.as_ptr() as usize) {
+                    let from = writer.region.address(0, 0) as usize + line * 64 - 1;
+                    match writer.reserve(h, p, from) {
                         Ok(Some(place)) => {
                             writer.fill(&place, &content.0, &content.1);
                             prop_assert!(!writer.publish(place), "nobody sleeps");
                             queue.push_back(content);
                             sent += 1;
+                            let mut used: Vec<_> = writer.used.iter().copied().collect();
+                            used.sort_unstable();
+                            prop_assert!(used.windows(2).all(|pair| pair[0].1 <= pair[1].0), "{used:?}");
+                            prop_assert!(used.iter().all(|&(start, stop)| start < stop && stop <= 4096), "{used:?}");
                         }
                         Ok(None) => prop_assert!(unreleased > 0),
                         Err(error) => {
@@ -173,6 +179,47 @@ proptest! {
             }
         }
     }
+}
+
+#[test]
+fn two_threads_pass_payloads_and_use_their_places_again() {
+    const ALL: u64 = 20_000;
+    // One mapping for both, so that a sanitizer sees both sides at the same addresses.
+    let (region, _) = mapped(1 << 14);
+    let (mut writer, mut reader) = (Writer::new(region.clone()), Reader::new(region));
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            for number in 0..ALL {
+                let payload = vec![number as u8; (number * 7919 % 3000) as usize];
+                let header = number.to_le_bytes();
+                let place = loop {
+                    let from = payload.as_ptr() as usize;
+                    if let Some(place) = writer.reserve(8, payload.len(), from).unwrap() {
+                        break place;
+                    }
+                    std::thread::yield_now();
+                };
+                writer.fill(&place, &header, &payload);
+                let _ = writer.publish(place);
+            }
+        });
+        let mut held = VecDeque::new();
+        for number in 0..ALL {
+            let place = loop {
+                if let Some(place) = reader.take().unwrap() {
+                    break place;
+                }
+                // Kept for a while as long as there is more to take.
+                held.drain(..).for_each(|place| reader.release(&place));
+                std::thread::yield_now();
+            };
+            let (header, payload) = bytes(&reader, &place);
+            assert_eq!(header, number.to_le_bytes());
+            assert!(payload.len() as u64 == number * 7919 % 3000);
+            assert!(payload.iter().all(|&byte| byte == number as u8));
+            held.push_back(place);
+        }
+    });
 }
 
 #[test]
