@@ -123,7 +123,7 @@ class Story:
             run_file.write_text(RUN.format(**values, every=self.every, discipline=self.discipline))
         resume = ["--resume"] if (self.run_folder / "config.json").exists() else []
         known = len(self._texts())
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path()} | (
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()} | (
             {KILL: wish.point} if wish and wish.point else {}
         )
         began = time.monotonic()
@@ -218,7 +218,7 @@ class Story:
         assert len(steps) == len(set(steps)), f"{said}: {steps}"
 
 
-def _python_path() -> str:
+def python_path() -> str:
     """For the environment, which lies beside this file."""
     return os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 

@@ -1,18 +1,21 @@
-"""A run whose ledger is made short again and again, and which is killed in between: it goes on, and its books close."""
+"""Runs that nobody watches for long: their ledger stays short through kills, and their output may lose its reader."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from collections import Counter
 
 import pytest
-from tests.e2e.kills import RUN, Story, Wish
+from tests.e2e.kills import PROGRAMS, RUN, Story, Wish, python_path
 from tests.e2e.test_resume import sao
 
 from sao._core import Ledger, ledger_history
 from sao.checkpoints import newest
 from sao.errors import LedgerError
+from sao.telemetry import sinks
 
 pytestmark = pytest.mark.timeout(300)
 STEPS = 80
@@ -46,3 +49,22 @@ def test_a_short_ledger_is_enough_to_go_on(tmp_path, tiny_model, monkeypatch):
         path.rename(tmp_path / path.name)
     gone = sao(tmp_path, "train", "run.toml", "--resume")
     assert gone.returncode == 1 and "no checkpoint is left to resume from" in gone.stdout + gone.stderr
+
+
+def test_a_run_whose_output_nobody_reads_any_more_goes_on(tmp_path, tiny_model):
+    """`sao train run.toml | head -1`."""
+    values = {"folder": str(tmp_path), "model": str(tiny_model), "seed": 5, "steps": 8, "every": 4}
+    (tmp_path / "run.toml").write_text(RUN.format(**values, discipline="window"))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
+    command = [*PROGRAMS["plain"], "train", str(tmp_path / "run.toml")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        said, code = process.stderr.read(), process.wait(120)
+    assert code == 0 and "nobody reads the output any more; the run goes on" in said, said
+    assert said.count("nobody reads") == 1 and "Traceback" not in said
+    last, _ = newest(tmp_path / "r" / "checkpoints")
+    assert last is not None and last.step == 8
+    (end,) = [row for row in sinks.read(tmp_path / "r" / "metrics.jsonl") if row["kind"] == "end"]
+    assert end["exit_code"] == 0

@@ -43,6 +43,16 @@ def test_a_broker_that_only_this_host_reaches_is_refused(tmp_path: Path) -> None
         hosts.broker(tmp_path)
 
 
+@pytest.mark.parametrize("command", [["learner"], ["generator", "--name", "g0"], ["doctor"]])
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:7000", "tcp://127.0.0.1", "http://h:1", ""])
+def test_what_is_no_endpoint_is_a_fault_of_usage(command: list[str], endpoint: str) -> None:
+    refused = CliRunner().invoke(cli.app, [*command, "--connect", endpoint])
+    assert refused.exit_code == 2, refused.output
+    assert (
+        f"error: --connect: endpoint {endpoint!r}: expected" in refused.output and "tcp://HOST:PORT" in refused.output
+    )
+
+
 @pytest.mark.parametrize("section", ["run.seed=1", "algorithm.gamma=0.5", "env.name='x'", "transport.bind='ipc'"])
 def test_what_belongs_to_the_run_is_not_changed_on_another_host(section: str) -> None:
     with pytest.raises(ConfigError, match="belongs to the run, set it where the broker is started"):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -15,7 +16,7 @@ from sao import config as configuration
 from sao.checkpoints import STATE, Draft, Ordinals, newest
 from sao.cli import app
 from sao.config import Config
-from sao.errors import CheckpointError, ConfigError, LedgerError
+from sao.errors import CheckpointError, ConfigError, LearnerError, LedgerError
 from sao.runtime import folders, launch, preflight, resume, train
 from sao.runtime import replay as replaying
 from sao.runtime.supervisor import Supervisor
@@ -294,6 +295,14 @@ def test_what_is_missing_for_a_replay_is_said(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     none = CliRunner().invoke(app, ["replay", str(tmp_path), "3"])
     assert none.exit_code == 2 and "none is recorded: set telemetry.keep_trajectories" in none.output
+
+
+def test_a_replay_that_takes_too_long_is_ended_by_name(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(replaying, "LIMIT_S", 0.05)
+    before = set(psutil.Process().children())
+    with pytest.raises(LearnerError, match=r"the replay was not done within 0.05 s and was ended"):
+        replaying._run(run, [tmp_path / "step-000001.safetensors"], None)
+    assert set(psutil.Process().children()) == before
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,14 @@ from typing import Any, Final
 
 from sao import config as configuration
 from sao.config import Config
-from sao.errors import ConfigError
+from sao.errors import ConfigError, TransportError
 from sao.runtime import folders, launch, preflight, processes, train
 from sao.runtime import resume as resuming
 from sao.runtime.processes import UNDER_PARENT, Command
 from sao.runtime.supervisor import EXIT_FAILED, EXIT_INTERRUPTED
 from sao.transport.client import Client
 from sao.transport.keys import VISITOR, client_keys
+from sao.transport.sockets import check_endpoint
 
 ASK_S: Final = 20.0  # for one answer of the broker
 END_S: Final = 5.0  # beyond transport.shutdown_s, before an actor that was asked to end is killed
@@ -112,9 +113,14 @@ def learner(
 
 
 def ask(endpoint: str, kind: str, name: str, *, keys: Path | None = None, wait_s: float = 60.0) -> dict[str, Any]:
-    """What the broker at `endpoint` answers to a visitor: its `config` or a `snapshot`. Raises `Error` that says why
-    there is no answer within `wait_s`.
+    """What the broker at `endpoint` answers to a visitor: its `config` or a `snapshot`.
+
+    Raises `ConfigError` for what is no endpoint, `Error` that says why there is no answer within `wait_s`.
     """
+    try:
+        check_endpoint(endpoint)
+    except TransportError as error:
+        raise ConfigError(f"--connect: {error}") from None
     visitor = f"{name}@{socket.gethostname()}-{os.getpid()}"
     with Client(
         endpoint, role=VISITOR, name=visitor, keys=client_keys(keys, endpoint, VISITOR, name), peer_timeout_s=ASK_S

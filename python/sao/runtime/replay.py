@@ -112,9 +112,12 @@ def _run(config: Config, paths: list[Path], checkpoint: Checkpoint | None) -> li
             ranks.append(subprocess.Popen(argv, env=environment, stderr=subprocess.PIPE, text=True))
         try:
             errors = [process.communicate(timeout=LIMIT_S)[1] for process in ranks]
+        except subprocess.TimeoutExpired:
+            raise LearnerError(f"the replay was not done within {LIMIT_S:g} s and was ended") from None
         finally:
             for process in ranks:
                 process.kill()
+                process.wait()
         failed = [text for process, text in zip(ranks, errors, strict=True) if process.returncode != 0]
         if failed:
             raise LearnerError(f"the replay failed: {failed[0].strip().splitlines()[-1] if failed[0].strip() else '?'}")

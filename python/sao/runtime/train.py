@@ -21,6 +21,7 @@ from sao.runtime import resume as resuming
 from sao.runtime.resume import Resume
 from sao.runtime.supervisor import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Outcome, Supervisor
 from sao.telemetry import plot, sinks
+from sao.telemetry.console import SteadyConsole
 from sao.telemetry.monitor import Monitor
 
 
@@ -46,7 +47,7 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False, alon
     here, learner and generators join from elsewhere.
     """
     warnings = preflight.check(config, overwrite=overwrite, resume=resume, alone=alone)
-    console = Console(stderr=False, highlight=False)
+    console = SteadyConsole(stderr=False, highlight=False)
     for folder in folders.remove_stale():
         console.print(f"removed {folder}, left by a run that was killed", style="dim")
     run_folder = config.folder.resolve()
