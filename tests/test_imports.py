@@ -31,6 +31,7 @@ LAYERS = [
         "config_estimators",
         "config_faults",
         "faults",
+        "ownership",
         "errors",
     },
     {"_core"},

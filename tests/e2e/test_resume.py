@@ -123,7 +123,10 @@ def test_when_the_last_checkpoint_cannot_be_saved_the_run_has_failed(tmp_path, t
     run = sao(tmp_path, "train", "run.toml", SAO_FAIL_AT="save.model:2")
     assert run.returncode == 1 and "No space left on device" in run.stdout, run.stdout
     assert newest(tmp_path / "r" / "checkpoints")[0].step == 2
+    saved = tmp_path / "r" / "checkpoints" / "step-2"
+    saved.rename(saved.with_name(".step-2.old"))  # as a kill leaves it that hits its replacement
     again = sao(tmp_path, "train", "run.toml", "--resume")
+    assert "resumed after step 2" in again.stdout, again.stdout
     assert again.returncode == 0 and newest(tmp_path / "r" / "checkpoints")[0].step == 4, again.stdout
     Story(tmp_path, tiny_model, "torch", 3, steps=4, discipline="completion").check()
     once_more = sao(tmp_path, "train", "run.toml", "--resume")

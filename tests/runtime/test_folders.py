@@ -3,9 +3,11 @@
 import json
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,9 @@ from sao.runtime import folders
 
 @pytest.fixture(autouse=True)
 def bases(tmp_path, monkeypatch):
-    for name in ("shm", "sockets"):
+    for name in ("shm", "sockets", "temp"):
         (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))
     monkeypatch.setattr(folders, "SHARED_MEMORY", tmp_path / "shm")
     monkeypatch.setattr(folders, "SOCKETS", tmp_path / "sockets")
 
@@ -66,6 +69,24 @@ def test_only_folders_of_dead_owners_are_stale(tmp_path):
     assert set(folders.remove_stale()) == {dead, reused}
     assert folders.stale() == []
     assert all(folder.exists() for folder in [*others, alive.weights, alive.sockets])
+
+
+KILLED_ENGINE = """
+import asyncio, os, signal
+from sao.generator import vllm_engine
+vllm_engine.import_vllm = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(vllm_engine.VllmEngine(os.environ["MODEL"], context_tokens=64).start())
+"""
+
+
+def test_the_folder_of_a_killed_generators_vllm_is_stale(tmp_path, model_folder):
+    environment = os.environ | {"TMPDIR": str(tmp_path / "temp"), "MODEL": str(model_folder)}
+    killed = subprocess.run([sys.executable, "-c", KILLED_ENGINE], env=environment, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    (left,) = (tmp_path / "temp").iterdir()
+    assert left.name.startswith("sao-vllm-") and folders.stale() == [left]
+    folders.remove_stale()
+    assert not left.exists()
 
 
 def make_run(folder: Path, **more: bool) -> None:

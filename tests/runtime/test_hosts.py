@@ -48,9 +48,7 @@ def test_a_broker_that_only_this_host_reaches_is_refused(tmp_path: Path) -> None
 def test_what_is_no_endpoint_is_a_fault_of_usage(command: list[str], endpoint: str) -> None:
     refused = CliRunner().invoke(cli.app, [*command, "--connect", endpoint])
     assert refused.exit_code == 2, refused.output
-    assert (
-        f"error: --connect: endpoint {endpoint!r}: expected" in refused.output and "tcp://HOST:PORT" in refused.output
-    )
+    assert f"error: --connect: endpoint {endpoint!r}: expected" in refused.output
 
 
 @pytest.mark.parametrize("section", ["run.seed=1", "algorithm.gamma=0.5", "env.name='x'", "transport.bind='ipc'"])

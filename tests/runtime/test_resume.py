@@ -97,6 +97,20 @@ def test_the_newest_complete_checkpoint_and_what_is_lost(run):
     assert resume.find(run, run.folder).start == 1 and resume.find(run, run.folder).ignored == []
 
 
+def test_a_checkpoint_whose_replacement_was_cut_off_is_the_newest(run):
+    with ledger_of(run) as ledger:
+        for number in range(1, 5):
+            step(run, ledger, number, save=number in (2, 4))
+    saved = run.folder / "checkpoints" / "step-4"
+    saved.rename(saved.with_name(".step-4.old"))  # killed between the two renames of `Draft.commit`
+    saved.with_name(".step-4.part").mkdir()
+    found = resume.find(run, run.folder, tidy=True)
+    assert (found.step, found.checkpoint, found.lost_steps) == (4, saved, 0) and saved.is_dir()
+    texts = resume.begin(found, run.folder)
+    assert any("its replacement was cut off; the earlier one is kept" in text for text in texts)
+    assert sum("its save was cut off" in text for text in texts) == 1
+
+
 def test_a_run_without_a_checkpoint_begins_at_step_0(run):
     with ledger_of(run) as ledger:
         step(run, ledger, 1)

@@ -44,6 +44,7 @@ from sao.generator.vllm_arrival import arrived, spans_of_bounds
 from sao.generator.vllm_load import VllmLoad, keep_only_ours
 from sao.generator.vllm_lora import adapter_request, check_adapter, engine_arguments
 from sao.generator.vllm_process import BACKEND, FOLDER_PREFIX, check_heads, devices_of, environment, import_vllm, text
+from sao.ownership import own
 from sao.transport.weights import WeightsRef
 
 CPU_KV_BYTES = 1 << 30
@@ -169,6 +170,7 @@ class VllmEngine:
         # Sockets, rendezvous files and caches of this engine, so that nothing is left whatever way it ends.
         self._folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
         self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        own(self._folder)  # and when this process is killed, the next run removes it
         try:
             # Imported on its own: something in it keeps the frames above it, which must not hold the engine.
             self._vllm, self._labelled = await asyncio.to_thread(import_vllm, self._folder, self._threads)

@@ -7,7 +7,6 @@ removes its own; what a killed run left is found by `stale` and removed by the n
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import stat
@@ -17,14 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from sao.errors import ConfigError
+from sao.ownership import OWNER, PREFIX, disown, own, owner
 from sao.transport.sockets import private_folder
 
-PREFIX = "sao-"
-OWNER = "owner"
 SHARED_MEMORY = Path("/dev/shm")
+__all__ = ["OWNER", "PREFIX", "disown", "own", "owner"]
 HOLD_S = 30.0  # for processes of an earlier start to end
 SOCKETS = Path("/tmp")  # not TMPDIR: a socket's path may have 107 bytes at most
 
@@ -119,15 +116,10 @@ def hold(folder: Path, wait_s: float = HOLD_S, on_wait: Callable[[], None] = lam
             time.sleep(0.1)
 
 
-def disown(folder: Path) -> None:
-    """Removes the owner file: the run in this folder is over."""
-    (folder / OWNER).unlink(missing_ok=True)
-
-
 def stale() -> list[Path]:
     """Private folders of this user whose owner is dead. A folder without an owner file is not ours to judge."""
     found = []
-    for base in (SHARED_MEMORY, SOCKETS):
+    for base in dict.fromkeys((SHARED_MEMORY, SOCKETS, Path(tempfile.gettempdir()))):  # the last one is also vLLM's
         for folder in sorted(base.glob(f"{PREFIX}*")) if base.is_dir() else []:
             try:
                 status = folder.lstat()
@@ -145,20 +137,3 @@ def remove_stale() -> list[Path]:
     for folder in found:
         shutil.rmtree(folder, ignore_errors=True)
     return found
-
-
-def own(folder: Path) -> None:
-    """Writes who we are into the folder."""
-    (folder / OWNER).write_text(json.dumps({"pid": os.getpid(), "started_s": psutil.Process().create_time()}))
-
-
-def owner(folder: Path) -> int | None:
-    """Process id of the living owner, 0 of a dead one, None where there is no readable owner file."""
-    try:
-        owner = json.loads((folder / OWNER).read_text())
-        process = psutil.Process(int(owner["pid"]))
-        return process.pid if abs(process.create_time() - float(owner["started_s"])) < 1.0 else 0
-    except psutil.NoSuchProcess:
-        return 0
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

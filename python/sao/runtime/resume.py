@@ -45,6 +45,7 @@ class Resume:
     lost_steps: int
     ignored: list[tuple[Path, str]]
     finished: str  # why there is nothing left to do; empty when there is
+    tidied: tuple[str, ...] = ()  # what a killed writer had begun and was ended, as text
 
 
 def faults(config: Config) -> list[str]:
@@ -65,13 +66,15 @@ def faults(config: Config) -> list[str]:
     return found
 
 
-def find(config: Config, run_folder: Path) -> Resume:
-    """Where the run goes on. Changes nothing.
+def find(config: Config, run_folder: Path, *, tidy: bool = False) -> Resume:
+    """Where the run goes on. Changes nothing; or with `tidy`, for whoever holds the folder, ends first what a killed
+    writer began: a checkpoint that was about to be replaced is found under its own name then.
 
     Raises `CheckpointError` when there are checkpoints but none of them is usable, `LedgerError` when the ledger is
     damaged, or no longer knows the steps before a checkpoint that is not there any more.
     """
     ledger, folder = run_folder / "ledger.log", run_folder / "checkpoints"
+    tidied = tuple(checkpoints.tidy(folder)) if tidy else ()
     checkpoint, ignored = checkpoints.newest(folder, lambda found: _agree(ledger, found))
     if checkpoint is None and ignored:
         reasons = "\n".join(reason for _, reason in ignored)
@@ -81,7 +84,8 @@ def find(config: Config, run_folder: Path) -> Resume:
     step, version = (checkpoint.step, checkpoint.version) if checkpoint else (0, 0)
     lost = _lost(ledger, step) if ledger.exists() else 0
     path = checkpoint.path if checkpoint else None
-    return Resume(_starts(run_folder), step, version, path, lost, ignored, _finished(config, run_folder, step))
+    finished = _finished(config, run_folder, step)
+    return Resume(_starts(run_folder), step, version, path, lost, ignored, finished, tidied)
 
 
 def begin(resume: Resume, run_folder: Path) -> list[str]:
@@ -96,7 +100,7 @@ def begin(resume: Resume, run_folder: Path) -> list[str]:
 
 def settle(resume: Resume, run_folder: Path) -> list[str]:
     """Puts the checkpoints in order while no learner runs; returns what a user should be told."""
-    texts = checkpoints.tidy(run_folder / "checkpoints")
+    texts = [*resume.tidied, *checkpoints.tidy(run_folder / "checkpoints")]
     for path, reason in resume.ignored:
         texts.append(f"ignored checkpoint: {reason}; it is now {checkpoints.set_aside(path)}")
     origin = f"from {resume.checkpoint}" if resume.checkpoint else "with the start policy: no checkpoint was saved"

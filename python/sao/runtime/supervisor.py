@@ -273,7 +273,7 @@ class Supervisor:
         """
         folder = self._places.run_folder
         try:
-            found = resuming.find(self._config, folder)
+            found = resuming.find(self._config, folder, tidy=True)
         except Error as error:
             self._finish(EXIT_FAILED, f"the learner cannot go on: {error}")
             return

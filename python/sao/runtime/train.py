@@ -55,7 +55,7 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False, alon
         folders.make_run_folder(run_folder, overwrite=overwrite)
     lock = folders.hold(run_folder, on_wait=lambda: console.print("waiting for processes of an earlier start to end"))
     try:
-        found = resuming.find(config, run_folder) if resume else None
+        found = resuming.find(config, run_folder, tidy=True) if resume else None
         if found is not None and found.finished:
             console.print(found.finished, style="bold green", markup=False, soft_wrap=True)
             return EXIT_DONE
