@@ -46,11 +46,12 @@ def make_trajectory(
     temperature: float = 1.0,
     kind: str = "finished",
     ordinal: int = 0,
+    name: bytes | None = None,
     **fields: Any,
 ) -> Trajectory:
-    """A trajectory with a random id; the reward is 0 or 1 unless it is given."""
+    """A trajectory with a random id, or `name`; the reward is 0 or 1 unless it is given."""
     return Trajectory(
-        id=rng.bytes(16),
+        id=name or rng.bytes(16),
         task_ordinal=ordinal,
         attempt=0,
         env="test",

@@ -1,5 +1,7 @@
 """Flat batches and packed micro-batches: which position predicts what, and who may see whom."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -96,6 +98,28 @@ def test_what_cannot_be_trained_on_is_refused(rng):
         flatten([failed], 0)
     with pytest.raises(ValidationError):
         flatten([make_trajectory(rng, [make_segment(rng, [(5, 3)], versions=(4,))])], 3)
+
+
+def test_a_rollout_that_stands_twice_is_refused(rng):
+    first, second = (make_trajectory(rng, [make_segment(rng, [(5, 3)])]) for _ in range(2))
+    with pytest.raises(ValidationError, match=rf"trajectory {first.id.hex()}: is at 0 and at 2 of the same batch"):
+        flatten([first, second, first], 0)
+    assert flatten([first, second], 0).n_trajectories == 2
+
+
+def test_a_token_beyond_the_vocabulary_is_refused_with_its_place(rng):
+    segments = [make_segment(rng, [(5, 3)]), make_segment(rng, [(2, 2)], kind="summary"), make_segment(rng, [(4, 4)])]
+    ids = segments[2].token_ids.copy()
+    ids[6] = 48
+    segments[2] = replace(segments[2], token_ids=ids)
+    batch = [make_trajectory(rng, [make_segment(rng, [(5, 3)])]), make_trajectory(rng, segments)]
+    what = (
+        rf"trajectory {batch[1].id.hex()}: segments\[2\].token_ids\[6\]: 48 is not in the model's vocabulary, 0 to 47"
+    )
+    for summaries in (True, False):
+        with pytest.raises(ValidationError, match=what):
+            flatten(batch, 0, vocabulary=48, summaries=summaries)
+    assert flatten(batch, 0, vocabulary=49).n_trajectories == 2
 
 
 def test_lags_are_per_token(rng):

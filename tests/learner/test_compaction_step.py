@@ -33,6 +33,7 @@ def without_summaries(trajectory: Trajectory) -> Trajectory:
         np.random.default_rng(0),
         [trajectory.segments[index] for index in kept],
         reward=trajectory.reward,
+        name=trajectory.id,
         turn_rewards=tuple((kept.index(s), at, r) for s, at, r in trajectory.turn_rewards),
     )
 
@@ -118,7 +119,7 @@ def recut(rng: np.random.Generator, trajectory: Trajectory, share: float) -> Tra
                 else:
                     builder.append_context(ids)
             segments.append(builder.build())
-    return make_trajectory(np.random.default_rng(0), segments, reward=trajectory.reward)
+    return make_trajectory(np.random.default_rng(0), segments, reward=trajectory.reward, name=trajectory.id)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])

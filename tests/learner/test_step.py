@@ -357,7 +357,8 @@ def test_whitened_advantages_have_mean_0_and_deviation_1(tiny_model):
 
 
 def test_values_after_the_critic_passes_feed_the_advantage_when_asked(tiny_model):
-    batch = [make_trajectory(np.random.default_rng(0), t.segments, reward=1.0) for t in random_batch(0, 8)]
+    rng = np.random.default_rng(0)
+    batch = [make_trajectory(rng, t.segments, reward=1.0) for t in random_batch(0, 8)]
     means = {}
     for when in ("before", "after"):
         learner = Learner(make_config(tiny_model, algorithm__advantage_values=when, algorithm__lambda_policy=1.0))

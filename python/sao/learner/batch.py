@@ -104,16 +104,23 @@ class MicroBatch:
     all_flat: torch.Tensor  # int64[m]
 
 
-def flatten(trajectories: Sequence[Trajectory], version: int, *, summaries: bool = True) -> Batch:
+def flatten(
+    trajectories: Sequence[Trajectory], version: int, *, summaries: bool = True, vocabulary: int | None = None
+) -> Batch:
     """Lays trajectories out flat; `version` is the policy version that the coming update will replace.
 
-    Without `summaries` (an ablation) summary segments are left out of everything but `sampled_tokens`.
-    Raises `ValidationError` for an empty batch, a failed trajectory (it has no reward), a token from a later version,
-    a turn reward on a row that is left out, or when no row with action tokens is kept.
+    Without `summaries` (an ablation) summary segments are left out of everything but `sampled_tokens`. `vocabulary`:
+    token ids that the models know, 0 to below it.
+    Raises `ValidationError` for an empty batch, a failed trajectory (it has no reward), one that stands twice, a token
+    from a later version or beyond the vocabulary, a turn reward on a row that is left out, or when no row with action
+    tokens is kept.
     """
     if not trajectories:
         raise ValidationError("batch: no trajectories")
-    for trajectory in trajectories:
+    places: dict[bytes, int] = {}
+    for index, trajectory in enumerate(trajectories):
+        if (first := places.setdefault(trajectory.id, index)) != index:
+            raise ValidationError(f"trajectory {trajectory.id.hex()}: is at {first} and at {index} of the same batch")
         if trajectory.reward is None:
             raise ValidationError(
                 f"trajectory {trajectory.id.hex()}: failed ({trajectory.termination.reason}): it cannot be trained on"
@@ -134,6 +141,16 @@ def flatten(trajectories: Sequence[Trajectory], version: int, *, summaries: bool
     segment_offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     counts = np.array([len(indices) for indices in kept], dtype=np.int64)
     trajectory_offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    token_ids = np.concatenate([segment.token_ids for segment in segments])
+    if vocabulary is not None and token_ids.max() >= vocabulary:
+        flat = int(np.argmax(token_ids >= vocabulary))
+        row = int(np.searchsorted(segment_offsets, flat, "right")) - 1
+        owner = int(np.searchsorted(trajectory_offsets, row, "right")) - 1
+        segment = kept[owner][row - int(trajectory_offsets[owner])]
+        raise ValidationError(
+            f"trajectory {trajectories[owner].id.hex()}: segments[{segment}].token_ids[{flat - segment_offsets[row]}]:"
+            f" {token_ids[flat]} is not in the model's vocabulary, 0 to {vocabulary - 1}"
+        )
     positions = [
         (segment_offsets[first + indices.index(segment)] + position, reward)
         for first, trajectory, indices in zip(trajectory_offsets, trajectories, kept, strict=False)
@@ -146,7 +163,7 @@ def flatten(trajectories: Sequence[Trajectory], version: int, *, summaries: bool
             np.array([reward for _, reward in positions], dtype=np.float32),
         )
     return Batch(
-        token_ids=np.concatenate([segment.token_ids for segment in segments]),
+        token_ids=token_ids,
         action_mask=np.concatenate([segment.action_mask for segment in segments]).astype(np.bool_),
         logprobs=np.concatenate([segment.logprobs for segment in segments]),
         lags=np.concatenate([_core.token_lags(s.action_mask, s.version_spans, version) for s in segments]),

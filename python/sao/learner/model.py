@@ -39,6 +39,7 @@ class Policy(nn.Module):
     def __init__(self, lm: Any) -> None:
         super().__init__()
         self.lm = lm.eval()
+        self.vocabulary = int(lm.get_input_embeddings().weight.shape[0])  # token ids that it knows
 
     def forward(
         self, batch: MicroBatch, chosen: Tensor | None = None, *, chunk_tokens: int = 1024
@@ -96,6 +97,7 @@ class Critic(nn.Module):
     def __init__(self, backbone: Any) -> None:
         super().__init__()
         self.backbone = backbone.eval()
+        self.vocabulary = int(backbone.get_input_embeddings().weight.shape[0])  # token ids that it knows
         first = next(backbone.parameters())
         self.head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, device=first.device, dtype=first.dtype)
         nn.init.zeros_(self.head.weight)

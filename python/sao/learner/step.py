@@ -86,11 +86,13 @@ class Learner:
         steps, self._attention = config.run.steps, choose(config, self.world.device)
         self._linear_cost = LINEAR_COST
         self._policy_update: PolicyUpdate | None = None
+        vocabularies = []
         if config.run.task == "train":
             policy = load_policy(config, self.world)
             optimizer = Optimizer(policy, learner.policy_lr, learner, steps, self.world)
             self._policy_update = PolicyUpdate(config, self.world, policy, optimizer)
             self._linear_cost = linear_cost(policy)
+            vocabularies.append(policy.vocabulary)
         self._baseline = Baseline(config)
         self._critic_update: CriticUpdate | None = None
         if config.algorithm.has_critic:
@@ -98,6 +100,8 @@ class Learner:
             optimizer = Optimizer(critic, learner.critic_lr, learner, steps, self.world)
             self._critic_update = CriticUpdate(config, self.world, critic, optimizer)
             self._linear_cost = linear_cost(critic)
+            vocabularies.append(critic.vocabulary)
+        self._vocabulary = min(vocabularies, default=None)
         self.version = 0
         self.steps = 0
         self.skipped_total = 0
@@ -156,7 +160,8 @@ class Learner:
         """
         clock, learner = Clock(), self.config.learner
         with clock.of("plan"):
-            batch = flatten(trajectories, self.version, summaries=self.config.compaction.train_summaries)
+            summaries = self.config.compaction.train_summaries
+            batch = flatten(trajectories, self.version, summaries=summaries, vocabulary=self._vocabulary)
             bound = (learner.row_tokens, learner.rows_per_micro_batch)
             plan = plan_rows(batch, self.world.size, *bound, self._linear_cost, self._attention)
             self.world.agree("batch and plan", (int(plan.hash) ^ batch.checksum()) & (2**64 - 1))
