@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -85,7 +86,10 @@ def test_no_view_is_ever_overwritten_while_memory_is_reused_all_the_time() -> No
     threads += [threading.Thread(target=consume, args=(n,)) for n in range(2)]
     for thread in threads:
         thread.start()
+    end = time.monotonic() + 60.0
     stop.wait(1.5)
+    while buffer.stats()["committed"] <= 50 and time.monotonic() < end:  # on a busy machine it takes longer
+        stop.wait(0.1)
     stop.set()
     for thread in threads:
         thread.join(30)

@@ -243,10 +243,10 @@ def test_sampling_without_context_and_an_empty_segment_are_refused():
 
 def test_import_sao_is_quick_and_brings_no_torch():
     code = (
-        "import time, sys; start = time.perf_counter(); import sao; took = time.perf_counter() - start;"
+        "import time, sys; start = time.process_time(); import sao; took = time.process_time() - start;"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules; print(took)"
-    )
-    took = min(float(subprocess.check_output([sys.executable, "-c", code], timeout=60)) for _ in range(3))
+    )  # of CPU, the least of several: other processes take time, but none from here
+    took = min(float(subprocess.check_output([sys.executable, "-c", code], timeout=60)) for _ in range(5))
     assert took < 0.06
 
 

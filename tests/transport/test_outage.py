@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,8 +56,8 @@ def test_a_broker_that_was_started_again_gets_what_is_unanswered_and_pushes_are_
         second = Server(endpoint, **TIMES)
         second.version = 8
         second.start()
-        assert [future.result(10).body["reason"] for future in sent] == [str(number) for number in range(20)]
-        assert welcomes[0]["version"] == 8 and stale.result(5).kind == "ack" and not waiting.done()
+        assert [future.result(30).body["reason"] for future in sent] == [str(number) for number in range(20)]
+        assert welcomes[0]["version"] == 8 and stale.result(30).kind == "ack" and not waiting.done()
         (peer,) = second.joined
         assert peer.hello["tasks"] == [[0, 0]] and peer.hello["step"] == 3
         second.push(peer, "stop", {"reason": "second 0"})
@@ -73,7 +74,7 @@ def test_a_peer_that_was_given_up_greets_again_in_the_same_session(endpoint: str
     try:
         client.connect(5)
         server.in_loop(lambda: server.actor.mailbox.drop(server.joined[0], "silent for a test"))
-        assert client.call("slots", {"free": 1}, deadline_s=10).result(10).body["reason"] == "1"
+        assert client.call("slots", {"free": 1}, deadline_s=30).result(30).body["reason"] == "1"
         first, second = server.joined
         assert first.hello["session"] == second.hello["session"] and first.hello["nonce"] != second.hello["nonce"]
     finally:
@@ -87,9 +88,9 @@ def test_without_patience_or_after_it_the_broker_is_lost(endpoint: str) -> None:
     client = Client(endpoint, role="generator", name="g0", outage_s=2.0, on_lost=lost.append, **TIMES)
     client.connect(5)
     server.stop()
-    began = time.monotonic()
-    until(lambda: bool(lost), 30)
-    assert time.monotonic() - began > 1.5 and isinstance(lost[0], TransportError)
+    until(lambda: bool(lost), 60)
+    silent_s = re.search(r"broker silent for ([0-9.]+) s", str(lost[0]))
+    assert isinstance(lost[0], TransportError) and silent_s is not None and float(silent_s[1]) >= 2.0, lost
     client.close()
 
 
@@ -97,7 +98,7 @@ BROKER = """
 import sys
 sys.path.insert(0, sys.argv[2])
 from transport.line import Server
-server = Server(sys.argv[1], heartbeat_s=0.1, peer_timeout_s=1.0)
+server = Server(sys.argv[1], heartbeat_s=0.1, peer_timeout_s=2.5)
 print("up", flush=True)
 server.actor.run()
 """
@@ -108,15 +109,17 @@ def test_a_broker_that_stands_still_is_waited_for_and_gives_nobody_up(endpoint: 
     with subprocess.Popen(command, stdout=subprocess.PIPE) as broker:
         assert broker.stdout is not None and broker.stdout.readline() == b"up\n"
         rejoined: list[Any] = []
-        client = Client(endpoint, role="generator", name="g0", outage_s=30.0, on_rejoin=rejoined.append, **TIMES)
+        client = Client(
+            endpoint, role="generator", name="g0", outage_s=60.0, on_rejoin=rejoined.append, heartbeat_s=0.1
+        )
         try:
-            client.connect(10)
+            client.connect(30)
             os.kill(broker.pid, signal.SIGSTOP)
             sent = [client.send("slots", {"free": number}) for number in range(10)]
-            time.sleep(3.0)  # three times what a peer may be silent
+            time.sleep(5.0)  # twice what a peer may be silent
             assert client.lost is None and client.pending == 10
             os.kill(broker.pid, signal.SIGCONT)
-            assert [future.result(10).body["reason"] for future in sent] == [str(number) for number in range(10)]
+            assert [future.result(30).body["reason"] for future in sent] == [str(number) for number in range(10)]
             assert rejoined == []
         finally:
             client.close()
