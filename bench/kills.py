@@ -1,12 +1,13 @@
-"""200 kills: runs that are killed again and again, resumed each time, and must end as if nothing had happened.
+"""Kills: runs that are killed again and again, resumed each time, and must end as if nothing had happened.
 
-170 with a learner that holds nothing but the list of what it was trained on (so that a start takes little), 30 with the
-real one. `python bench/kills.py [KILLS [TORCH_KILLS [FIRST_SEED]]]`; every seed is printed, and one alone is repeated
-with `python bench/kills.py --seed SEED LEARNER KILLS`.
+200 by default: 170 with a learner that holds nothing but the list of what it was trained on (so that a start takes
+little), 30 with the real one. `python bench/kills.py [--kills N] [--real N] [--first-seed N]`; every seed is printed,
+and one alone is repeated with `--seed SEED LEARNER KILLS`. `--table` shows the last result by learner and runs nothing.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
@@ -22,6 +24,7 @@ sys.path[1:1] = [str(ROOT), str(ROOT / "tests")]
 from common import RESULTS, machine  # noqa: E402
 from tests.e2e.kills import Story  # noqa: E402
 
+NAMES = {"torch": "real learner", "plain": "stand-in"}
 PER_STORY = {"plain": 13, "torch": 10}
 STEPS = {"plain": 60, "torch": 40}
 SLOWEST_S = {"plain": 3.0, "torch": 8.0}  # of a kill at a random time after the start
@@ -48,21 +51,39 @@ def made(folder: Path) -> Path:
     return make_folder(folder / "model")
 
 
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200, help="of both learners together")
+    parser.add_argument("--real", type=int, metavar="N", default=30, help="of these, in runs with the real learner")
+    parser.add_argument("--first-seed", type=int, default=1000)
+    parser.add_argument(
+        "--seed", nargs=3, metavar=("SEED", "LEARNER", "KILLS"), help="one run; LEARNER: plain or torch"
+    )
+    parser.add_argument("--table", action="store_true", help="of the last result, by learner")
+    found = parser.parse_args()
+    if not 0 <= found.real <= found.kills:
+        parser.error(f"--real {found.real}: expected 0 to --kills = {found.kills}")
+    return found
+
+
 def main() -> None:
+    given = arguments()
+    if given.table:
+        print(table(json.loads((RESULTS / "kills.json").read_text())["stories"]))
+        return
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
         folder = Path(name)
         model = made(folder)
-        if sys.argv[1:2] == ["--seed"]:
-            seed, learner, kills = sys.argv[2:5]
+        if given.seed:
+            seed, learner, kills = given.seed
             tell(folder, model, learner, int(seed), int(kills))
             return
-        given = [int(word) for word in sys.argv[1:]]
-        wanted, torch_kills, first = given + [200, 30, 1000][len(given) :]
         began, stories = time.monotonic(), []
         workers = max(1, min(2, os.cpu_count() or 1))
         with ThreadPoolExecutor(workers) as pool:
-            for learner, count in (("torch", torch_kills), ("plain", wanted - torch_kills)):
-                seed = first if learner == "plain" else first + 500
+            for learner, count in (("torch", given.real), ("plain", given.kills - given.real)):
+                seed = given.first_seed + (500 if learner == "torch" else 0)
                 done = 0
                 while done < count:
                     batch = [min(PER_STORY[learner], count - done - PER_STORY[learner] * i) for i in range(workers)]
@@ -76,8 +97,37 @@ def main() -> None:
         save(stories, time.monotonic() - began)
 
 
+def by_learner(stories: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What was done to runs with each learner, from the stories of a result."""
+    found: dict[str, dict[str, Any]] = {}
+    for story in stories:
+        mine = found.setdefault(NAMES[story["learner"]], {"runs": 0, "starts": 0, "kills": Counter(), "points": set()})
+        mine["runs"] += 1
+        mine["starts"] += len(story["starts"])
+        for life in story["starts"]:
+            mine["kills"].update(life["killed"])
+            if life["killed"] and " " not in life["wish"]:
+                mine["points"].add(life["wish"].partition(":")[0])
+    return {
+        name: {"runs": mine["runs"], "starts": mine["starts"], "kills": mine["kills"].total()}
+        | {"by_process": dict(mine["kills"].most_common()), "points": sorted(mine["points"])}
+        for name, mine in found.items()
+    }
+
+
+def table(stories: list[dict[str, Any]]) -> str:
+    """The same as a table for a page: one column a learner."""
+    found = by_learner(stories)
+    rows = [("", *found), ("---", *("---:" for _ in found))]
+    rows += [(name, *(str(one[name]) for one in found.values())) for name in ("runs", "starts", "kills")]
+    for role in sorted({role for one in found.values() for role in one["by_process"]}):
+        rows.append((f"of them {role}", *(str(one["by_process"].get(role, 0)) for one in found.values())))
+    rows.append(("named points that were hit", *(str(len(one["points"])) for one in found.values())))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 def save(stories: list[Story], seconds: float) -> None:
-    """Writes results/kills.json and prints the totals."""
+    """Writes results/kills.json and prints the totals, and a table by learner."""
     roles: Counter[str] = Counter()
     points: Counter[str] = Counter()
     for story in stories:
@@ -86,6 +136,17 @@ def save(stories: list[Story], seconds: float) -> None:
             what = str(life["wish"])
             killed = sum(life["killed"].values())  # type: ignore[attr-defined]
             points["random time" if " " in what else what.partition(":")[0]] += killed
+    told = [
+        {
+            "seed": story.seed,
+            "learner": story.learner,
+            "discipline": story.discipline,
+            "steps": story.steps,
+            "kills": story.kills.total(),
+            "starts": story.lives,
+        }
+        for story in stories
+    ]
     result = {
         "machine": machine(),
         "seconds": round(seconds),
@@ -95,21 +156,13 @@ def save(stories: list[Story], seconds: float) -> None:
         "starts": sum(len(story.lives) for story in stories),
         "lost_tasks": 0,  # `Story.check` has raised otherwise
         "tasks_trained_twice": 0,
-        "stories": [
-            {
-                "seed": story.seed,
-                "learner": story.learner,
-                "discipline": story.discipline,
-                "steps": story.steps,
-                "kills": story.kills.total(),
-                "starts": story.lives,
-            }
-            for story in stories
-        ],
+        "by_learner": by_learner(told),
+        "stories": told,
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "kills.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({key: value for key, value in result.items() if key != "stories"}, indent=1))
+    print(table(told))
 
 
 if __name__ == "__main__":
