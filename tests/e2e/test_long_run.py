@@ -21,17 +21,22 @@ pytestmark = pytest.mark.timeout(300)
 STEPS = 80
 
 
-def test_a_short_ledger_is_enough_to_go_on(tmp_path, tiny_model, monkeypatch):
+@pytest.mark.parametrize(
+    ("restarts", "wishes", "kills"),
+    [("false", ["broker.commit:35", "learner.committed:18"], {"broker": 1, "learner": 1}), ("true", [], {"broker": 2})],
+    ids=["resumed", "restarted inside the run"],
+)
+def test_a_short_ledger_is_enough_to_go_on(tmp_path, tiny_model, monkeypatch, restarts, wishes, kills):
     monkeypatch.setenv("STEP_S", "0.06")
     story = Story(tmp_path, tiny_model, "plain", 5, steps=STEPS, discipline="window")
     values = {"folder": str(tmp_path), "model": str(tiny_model), "seed": 5, "steps": STEPS, "every": 4}
-    (tmp_path / "run.toml").write_text(
-        RUN.format(**values, discipline="window") + "[buffer]\nledger_growth_bytes = 1500\n"
-    )
-    for wish in ("broker.commit:35", "learner.committed:18"):
+    run_file = RUN.format(**values, discipline="window") + "[buffer]\nledger_growth_bytes = 1500\n"
+    (tmp_path / "run.toml").write_text(run_file.replace("restart_killed = false", f"restart_killed = {restarts}"))
+    for wish in wishes:
         assert story.start(Wish(point=wish)) == 1
-    assert story.start(None) == 0, (tmp_path / "output.txt").read_text()
-    assert story.kills == Counter(broker=1, learner=1)
+    last = None if wishes else Wish(point="broker.commit:35")  # of every broker of that start
+    assert story.start(last) == 0, (tmp_path / "output.txt").read_text()
+    assert story.kills == Counter(kills)
     folder = tmp_path / "r"
     folds = re.findall(r"steps up to (\d+) are one picture", (folder / "logs" / "broker.log").read_text())
     assert len(set(folds)) >= 3, folds

@@ -311,6 +311,23 @@ def test_what_is_missing_for_a_replay_is_said(tmp_path):
     assert none.exit_code == 2 and "none is recorded: set telemetry.keep_trajectories" in none.output
 
 
+def test_steps_that_the_ledger_has_folded_are_replayed_from_a_checkpoint_or_said_to_be_gone(run, monkeypatch):
+    config = run.model_dump(mode="json")
+    with ledger_of(run) as ledger:
+        for number in range(1, 7):
+            step(run, ledger, number, save=number in (4, 6))
+            meta = {"config": config, "tasks": [[2 * number - 2, 0], [2 * number - 1, 0]], "metrics": {}}
+            write_step(run.folder / "trajectories", number, [], {}, meta)
+        before, after = ledger.compact(3)
+        assert after < before
+    assert resume.find(run, run.folder).step == 6
+    same = {"step": 5, "losses": {}, "different": {}, "metrics": 0, "arrays": 0, "weights": False}
+    monkeypatch.setattr(replaying, "_run", lambda *arguments: [same])
+    assert replaying.replay(run.folder, 5)[1]
+    gone = CliRunner().invoke(app, ["replay", str(run.folder), "3"])
+    assert gone.exit_code == 1 and "steps up to 3 are no longer listed one by one" in " ".join(gone.output.split())
+
+
 def test_a_replay_that_takes_too_long_is_ended_by_name(run, tmp_path, monkeypatch):
     monkeypatch.setattr(replaying, "LIMIT_S", 0.05)
     before = set(psutil.Process().children())
