@@ -2,16 +2,42 @@
 
 use crc_fast::{checksum, CrcAlgorithm::Crc32Iscsi, Digest};
 
+/// A checksum under way.
+pub(crate) struct Crc(Digest);
+
+impl Crc {
+    /// Of nothing so far.
+    pub(crate) fn new() -> Self {
+        Self(Digest::new(Crc32Iscsi))
+    }
+
+    /// Of bytes after which the register holds `state`.
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) fn resume(state: u32) -> Self {
+        Self(Digest::new_with_init_state(Crc32Iscsi, u64::from(state)))
+    }
+
+    /// Goes on with the next bytes.
+    pub(crate) fn update(&mut self, part: &[u8]) {
+        self.0.update(part);
+    }
+
+    /// CRC-32C of all parts, one after another.
+    pub(crate) fn finish(self) -> u32 {
+        self.0.finalize() as u32
+    }
+}
+
 /// CRC-32C of the parts, one after another.
 pub(crate) fn crc32c(parts: &[&[u8]]) -> u32 {
     if let [whole] = parts {
         return checksum(Crc32Iscsi, whole) as u32;
     }
-    let mut digest = Digest::new(Crc32Iscsi);
+    let mut crc = Crc::new();
     for part in parts {
-        digest.update(part);
+        crc.update(part);
     }
-    digest.finalize() as u32
+    crc.finish()
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Hot loops compiled twice: for any CPU of the target, and for one with AVX2 and FMA, chosen at run time.
 //!
-//! One of the three places with `unsafe` (the others are `ring` and `shared::region`). The bodies themselves are safe
-//! code.
+//! One of the three places with `unsafe` (the others are `ring` and `shared::region`): calling what was compiled for a CPU
+//! that was found, and moving a line between memory and a register. The bodies themselves are safe code.
 
 /// `wide! { fn name(arguments) -> Result = body; }` defines `name`, which runs `body::<true>` compiled for AVX2 and FMA
 /// where the CPU has both, else `body::<false>`. `body` must be `#[inline(always)]`, or it is not compiled anew.
@@ -57,5 +57,47 @@ pub(crate) fn width() -> Width {
         (true, true) => Width::Avx512,
         (true, false) => Width::Avx2,
         _ => Width::Base,
+    }
+}
+
+/// `folding! { fn name(arguments) -> Option<Result> = body; }` defines `name`, which is `None` unless the CPU multiplies
+/// polynomials in 512-bit registers; `body` is compiled for that (`#[target_feature]` as here).
+macro_rules! folding {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) -> $ret:ty = $body:ident;) => {
+        $(#[$meta])*
+        $vis fn $name($($arg: $ty),*) -> $ret {
+            #[cfg(target_arch = "x86_64")]
+            if $crate::cpu::width() == $crate::cpu::Width::Avx512 && is_x86_feature_detected!("vpclmulqdq") {
+                // SAFETY: safe code; all it needs is a CPU with its features, which was just found out.
+                #[allow(unsafe_code)]
+                return Some(unsafe { $body($($arg),*) });
+            }
+            None
+        }
+    };
+}
+pub(crate) use folding;
+
+/// The bytes in one register.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+#[inline]
+pub(crate) fn load(line: &[u8; 64]) -> std::arch::x86_64::__m512i {
+    // SAFETY: reads 64 bytes, which `line` has, at any alignment.
+    #[allow(unsafe_code)]
+    unsafe {
+        std::arch::x86_64::_mm512_loadu_si512(line.as_ptr().cast())
+    }
+}
+
+/// The register as bytes.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+#[inline]
+pub(crate) fn store(line: &mut [u8; 64], register: std::arch::x86_64::__m512i) {
+    // SAFETY: writes 64 bytes, which `line` has, at any alignment.
+    #[allow(unsafe_code)]
+    unsafe {
+        std::arch::x86_64::_mm512_storeu_si512(line.as_mut_ptr().cast(), register);
     }
 }

@@ -7,7 +7,7 @@ use rmp::encode as put;
 
 use crate::checksum::crc32c;
 use crate::error::{Error, Result};
-use crate::wire::{bad, Reader};
+use crate::reader::{bad, Reader};
 
 /// Most sidecars of a trajectory.
 pub const MAX_SIDECARS: usize = 256;

@@ -4,10 +4,11 @@
 //! received payload without copying either.
 
 use std::collections::HashSet;
+use std::fmt::Display;
 use std::hash::Hash;
 
-use crate::cpu::wide;
 use crate::error::{Error, Result};
+use crate::rules::{kept, sealed};
 use crate::sidecar::{self, Sidecar};
 
 /// Most entries of `fingerprints`, `timings_s` and `metadata` each.
@@ -197,7 +198,20 @@ impl Segment<'_> {
     ///
     /// # Errors
     /// `Error::Validation` that names field, index and value.
-    pub fn check(&self, prefix: &str) -> Result<Counts> {
+    pub fn check(&self, prefix: &dyn Display) -> Result<Counts> {
+        self.check_lengths(prefix)?;
+        let kept = kept(self.token_ids, self.logprobs, self.action_mask);
+        self.check_rest(prefix, kept)
+    }
+
+    /// As `check`, and gives the checksums of `token_ids`, `logprobs` and `action_mask` as well.
+    pub(crate) fn check_sealed(&self, prefix: &dyn Display) -> Result<(Counts, [u32; 3])> {
+        self.check_lengths(prefix)?;
+        let (crcs, kept) = sealed(self.token_ids, self.logprobs, self.action_mask);
+        Ok((self.check_rest(prefix, kept)?, crcs))
+    }
+
+    fn check_lengths(&self, prefix: &dyn Display) -> Result<()> {
         let tokens = self.action_mask.len();
         let (ids, logs) = (self.token_ids.len(), self.logprobs.len());
         if ids != 4 * tokens || logs != 4 * tokens {
@@ -207,21 +221,27 @@ impl Segment<'_> {
                 logs / 4
             ));
         }
+        Ok(())
+    }
+
+    /// What is left when the lengths are equal; `kept` is the number of sampled tokens if the arrays keep their rules.
+    pub(crate) fn check_rest(&self, prefix: &dyn Display, kept: Option<usize>) -> Result<Counts> {
+        let tokens = self.action_mask.len();
         if tokens == 0 {
             return fault(format!(
                 "{prefix}token_ids: empty; a segment has at least one token"
             ));
         }
         // The index of a fault is looked up only when there is one.
-        if !all_ok(self.token_ids, self.logprobs, self.action_mask) {
-            self.explain(prefix)?;
-        }
+        let Some(actions) = kept else {
+            return self.explain(prefix);
+        };
         if self.action_mask[0] != 0 {
             return fault(format!(
                 "{prefix}action_mask[0]: true; the first token is always context, a sampled token has something before it"
             ));
         }
-        let actions = self.check_spans(prefix)?;
+        self.check_spans(prefix)?;
         Ok(Counts {
             tokens,
             actions,
@@ -230,7 +250,8 @@ impl Segment<'_> {
         })
     }
 
-    fn explain(&self, prefix: &str) -> Result<()> {
+    /// The first fault of the arrays, which have one.
+    fn explain(&self, prefix: &dyn Display) -> Result<Counts> {
         for (index, flag) in self.action_mask.iter().enumerate() {
             if *flag > 1 {
                 return fault(format!(
@@ -257,14 +278,15 @@ impl Segment<'_> {
                 });
             }
         }
-        Ok(())
+        fault(format!(
+            "{prefix}action_mask: an array changed while it was checked"
+        ))
     }
 
-    /// Gives the number of sampled tokens.
-    fn check_spans(&self, prefix: &str) -> Result<usize> {
+    fn check_spans(&self, prefix: &dyn Display) -> Result<()> {
         let tokens = self.action_mask.len();
         // Between the spans nothing was sampled.
-        let (mut previous, mut covered, mut end, mut bare) = (None::<Span>, 0, 0, 0);
+        let (mut previous, mut end, mut bare) = (None::<Span>, 0, false);
         for (index, span) in self.version_spans.iter().enumerate() {
             let name = || {
                 format!(
@@ -301,18 +323,16 @@ impl Segment<'_> {
                     ));
                 }
             }
-            let inside = count(&self.action_mask[start..stop]);
-            if inside == 0 {
+            if !self.action_mask[start..stop].contains(&1) {
                 return fault(format!("{} holds no sampled token", name()));
             }
-            covered += inside;
-            bare += count(&self.action_mask[end..start]);
+            bare |= self.action_mask[end..start].contains(&1);
             end = stop;
             previous = Some(*span);
         }
-        bare += count(&self.action_mask[end..]);
-        if bare == 0 {
-            return Ok(covered);
+        bare |= self.action_mask[end..].contains(&1);
+        if !bare {
+            return Ok(());
         }
         let held = |index: usize| {
             self.version_spans
@@ -327,76 +347,38 @@ impl Segment<'_> {
     }
 }
 
-wide! {
-    /// Whether all ids are >= 0, all mask bytes 0 or 1 and all log-probs as `logprob_ok` wants them.
-    fn all_ok(ids: &[u8], logprobs: &[u8], mask: &[u8]) -> bool = all_ok_body;
-}
-
-wide! {
-    /// Number of set flags (each 0 or 1).
-    fn count(mask: &[u8]) -> usize = count_body;
-}
-
-/// No branch and nothing that depends on the step before inside a block, so it runs in wide registers.
-#[allow(clippy::inline_always)] // compiled anew for each kind of CPU
-#[inline(always)]
-fn all_ok_body<const FMA: bool>(ids: &[u8], logprobs: &[u8], mask: &[u8]) -> bool {
-    const LANES: usize = 64;
-    const INFINITY: i32 = 0x7f80_0000;
-    let (ids, logprobs) = (ids.as_chunks::<4>().0, logprobs.as_chunks::<4>().0);
-    let (mut wrong, mut flags) = ([0i32; LANES], [0u8; LANES]);
-    // On the bits, in which everything that is wrong shows in the sign: `apart` is below 0 for a finite number where
-    // the token is sampled and for NaN where it is context, `below` for a number that is not positive.
-    let mut check = |lane: usize, id: [u8; 4], logprob: [u8; 4], flag: u8| {
-        let (id, bits) = (i32::from_le_bytes(id), i32::from_le_bytes(logprob));
-        let context = i32::from(flag).wrapping_sub(1); // -1, and 0 for a sampled token
-        let apart = ((bits & i32::MAX) - INFINITY).wrapping_add(context) ^ context;
-        let below = bits | bits.wrapping_sub(1) | context;
-        wrong[lane] |= !(apart & below) | id;
-        flags[lane] |= flag;
-    };
-    let (id_blocks, id_rest) = ids.as_chunks::<LANES>();
-    let (log_blocks, log_rest) = logprobs.as_chunks::<LANES>();
-    let (mask_blocks, mask_rest) = mask.as_chunks::<LANES>();
-    for ((ids, logprobs), mask) in id_blocks.iter().zip(log_blocks).zip(mask_blocks) {
-        for lane in 0..LANES {
-            check(lane, ids[lane], logprobs[lane], mask[lane]);
-        }
-    }
-    for (lane, ((id, logprob), flag)) in id_rest.iter().zip(log_rest).zip(mask_rest).enumerate() {
-        check(lane, *id, *logprob, *flag);
-    }
-    wrong.iter().all(|wrong| *wrong >= 0) && flags.iter().all(|flag| *flag <= 1)
-}
-
-#[allow(clippy::inline_always)] // compiled anew for each kind of CPU
-#[inline(always)]
-fn count_body<const FMA: bool>(mask: &[u8]) -> usize {
-    const LANES: usize = 64;
-    let (blocks, rest) = mask.as_chunks::<LANES>();
-    let mut count = rest.iter().map(|flag| usize::from(*flag)).sum();
-    // Sums of 255 flags at most fit a byte, which keeps the loop in byte lanes.
-    for part in blocks.chunks(255) {
-        let mut sums = [0u8; LANES];
-        for block in part {
-            for (sum, flag) in sums.iter_mut().zip(block) {
-                *sum += flag;
-            }
-        }
-        count += sums.iter().map(|sum| usize::from(*sum)).sum::<usize>();
-    }
-    count
-}
-
 impl Trajectory<'_> {
     /// Checks every rule of the trajectory and of its segments.
     ///
     /// # Errors
     /// `Error::Validation` that names field, index and value.
     pub fn check(&self) -> Result<Counts> {
+        self.check_by(|segment, _, prefix| segment.check(prefix))
+    }
+
+    /// As `check`, and gives the checksums of the arrays of each segment as well.
+    pub(crate) fn check_sealed(&self) -> Result<(Counts, Vec<[u32; 3]>)> {
+        let mut crcs = Vec::with_capacity(self.segments.len());
+        let counts = self.check_by(|segment, _, prefix| {
+            let (counts, crc) = segment.check_sealed(prefix)?;
+            crcs.push(crc);
+            Ok(counts)
+        })?;
+        Ok((counts, crcs))
+    }
+
+    /// As `check`, with what `rules` told of the arrays of each segment.
+    pub(crate) fn check_rest(&self, kept: &[Option<usize>]) -> Result<Counts> {
+        self.check_by(|segment, index, prefix| segment.check_rest(prefix, kept[index]))
+    }
+
+    fn check_by(
+        &self,
+        mut check: impl FnMut(&Segment<'_>, usize, &dyn Display) -> Result<Counts>,
+    ) -> Result<Counts> {
         let mut counts = Counts::default();
         for (index, segment) in self.segments.iter().enumerate() {
-            counts.add(segment.check(&format!("segments[{index}]."))?);
+            counts.add(check(segment, index, &format_args!("segments[{index}]."))?);
         }
         self.check_fields(counts.actions)?;
         Ok(counts)

@@ -6,10 +6,10 @@ use rmp::encode as put;
 
 use crate::checksum::crc32c;
 use crate::error::{Error, Result};
+use crate::reader::Reader;
+use crate::rules::sealed;
 use crate::sidecar::{self, Announced};
-use crate::trajectory::{
-    Counts, Meta, Segment, SegmentKind, Span, TerminationKind, Trajectory, TurnReward, MAX_KEYS,
-};
+use crate::trajectory::{Counts, Meta, Segment, TerminationKind, Trajectory};
 
 /// First value of every header.
 pub const MAGIC: &str = "sao-trajectory";
@@ -24,8 +24,8 @@ pub const DEFAULT_MAX_BYTES: usize = 1 << 28;
 /// Most segments unless the caller says otherwise.
 pub const DEFAULT_MAX_SEGMENTS: usize = 4096;
 
-const FIELDS: u32 = 17;
-const SEGMENT_FIELDS: u32 = 6;
+pub(crate) const FIELDS: u32 = 17;
+pub(crate) const SEGMENT_FIELDS: u32 = 6;
 
 /// What a decoder accepts.
 #[derive(Debug, Clone, Copy)]
@@ -84,16 +84,16 @@ pub struct Place {
 }
 
 impl Place {
-    fn sizes(self) -> [usize; 3] {
+    pub(crate) fn sizes(self) -> [usize; 3] {
         [4 * self.tokens, 4 * self.tokens, self.tokens]
     }
 
-    fn end(self) -> usize {
+    pub(crate) fn end(self) -> usize {
         self.offsets[2] + self.tokens
     }
 
     /// The place that follows `before` and holds `tokens` tokens; `None` when the offsets overflow.
-    fn after(before: usize, tokens: usize) -> Option<Self> {
+    pub(crate) fn after(before: usize, tokens: usize) -> Option<Self> {
         let ids = before.checked_next_multiple_of(ALIGNMENT)?;
         let array = tokens.checked_mul(4)?;
         let logs = ids
@@ -160,8 +160,8 @@ pub fn header(
     places: &[Place],
     payload_bytes: usize,
 ) -> Result<(Vec<u8>, Counts)> {
-    let counts = trajectory.check()?;
-    let header = write_header(trajectory, counts, places, payload_bytes)?;
+    let (counts, crcs) = trajectory.check_sealed()?;
+    let header = write_header(trajectory, counts, places, &crcs, payload_bytes)?;
     Ok((header, counts))
 }
 
@@ -185,28 +185,28 @@ fn write_header(
     t: &Trajectory,
     counts: Counts,
     places: &[Place],
+    crcs: &[[u32; 3]],
     payload_bytes: usize,
 ) -> Result<Vec<u8>> {
     let mut out = Vec::with_capacity(512);
-    let done = put_header(&mut out, t, counts, places, payload_bytes);
+    let done = put_header(&mut out, t, counts, places, crcs, payload_bytes);
     if done.is_err() || out.len() > MAX_HEADER_BYTES {
         return Err(Error::Validation(format!(
             "header: {} bytes of metadata, timings_s, version spans and the rest, at most {MAX_HEADER_BYTES}",
             out.len()
         )));
     }
-    let (at, crc) = header_crc(&out).unwrap_or((0, 0));
+    let mut reader = Reader(&out);
+    let found = reader.open().map(|_| out.len() - reader.0.len() + 1);
+    let at = found.unwrap_or(0); // never: the header was just written
+    let crc = header_crc(&out, at);
     out[at..at + 4].copy_from_slice(&crc.to_be_bytes());
     Ok(out)
 }
 
-/// Position of the checksum in a header and the value it must have: it covers every other byte.
-fn header_crc(header: &[u8]) -> Option<(usize, u32)> {
-    let mut reader = Reader(header);
-    reader.open().ok()?;
-    let at = header.len() - reader.0.len() + 1;
-    let rest = header.get(at + 4..)?;
-    Some((at, crc32c(&[&header[..at], rest])))
+/// The checksum of a header: it covers every byte but the four at `at`, its own.
+fn header_crc(header: &[u8], at: usize) -> u32 {
+    crc32c(&[&header[..at], &header[at + 4..]])
 }
 
 type Put = std::result::Result<(), put::ValueWriteError>;
@@ -216,6 +216,7 @@ fn put_header(
     t: &Trajectory,
     counts: Counts,
     places: &[Place],
+    crcs: &[[u32; 3]],
     payload_bytes: usize,
 ) -> Put {
     let format = usize::from(!t.sidecars.is_empty());
@@ -293,24 +294,25 @@ fn put_header(
     }
     put::write_str(out, "segments")?;
     put::write_array_len(out, t.segments.len() as u32)?;
-    for (segment, place) in t.segments.iter().zip(places) {
-        put_segment(out, segment, *place)?;
+    for ((segment, place), crcs) in t.segments.iter().zip(places).zip(crcs) {
+        put_segment(out, segment, *place, *crcs)?;
     }
     Ok(())
 }
 
-fn put_segment(out: &mut Vec<u8>, segment: &Segment, place: Place) -> Put {
+fn put_segment(out: &mut Vec<u8>, segment: &Segment, place: Place, crcs: [u32; 3]) -> Put {
     put::write_map_len(out, SEGMENT_FIELDS)?;
     put::write_str(out, "kind")?;
     put::write_str(out, segment.kind.name())?;
     put::write_str(out, "n_tokens")?;
     put::write_uint(out, place.tokens as u64)?;
-    for ((name, array), offset) in ARRAYS.iter().zip(arrays(segment)).zip(place.offsets) {
+    let sizes = place.sizes();
+    for (column, name) in ARRAYS.iter().enumerate() {
         put::write_str(out, name)?;
         put::write_array_len(out, 3)?;
-        put::write_uint(out, offset as u64)?;
-        put::write_uint(out, array.len() as u64)?;
-        put::write_uint(out, u64::from(crc32c(&[array])))?;
+        put::write_uint(out, place.offsets[column] as u64)?;
+        put::write_uint(out, sizes[column] as u64)?;
+        put::write_uint(out, u64::from(crcs[column]))?;
     }
     put::write_str(out, "version_spans")?;
     put::write_array_len(out, segment.version_spans.len() as u32)?;
@@ -323,7 +325,7 @@ fn put_segment(out: &mut Vec<u8>, segment: &Segment, place: Place) -> Put {
     Ok(())
 }
 
-const ARRAYS: [&str; 3] = ["token_ids", "logprobs", "action_mask"];
+pub(crate) const ARRAYS: [&str; 3] = ["token_ids", "logprobs", "action_mask"];
 
 fn put_nil(out: &mut Vec<u8>) -> Put {
     put::write_nil(out).map_err(put::ValueWriteError::InvalidMarkerWrite)
@@ -410,15 +412,21 @@ pub fn decode_with<'a>(
     let sidecars = sidecar::attach(named, &read.announced, sidecars)?;
     let drafts = std::mem::take(&mut trajectory.segments);
     let mut segments = Vec::with_capacity(drafts.len());
+    let mut kept = Vec::with_capacity(drafts.len());
     for (index, (draft, place)) in drafts.into_iter().zip(&read.places).enumerate() {
-        let mut views: [&'a [u8]; 3] = [&[]; 3];
-        for (column, (offset, size)) in place.offsets.into_iter().zip(place.sizes()).enumerate() {
+        let sizes = place.sizes();
+        let view = |column: usize| -> &'a [u8] {
+            let offset = place.offsets[column];
+            &payload[offset..offset + sizes[column]]
+        };
+        let views = [view(0), view(1), view(2)];
+        let (found, rules) = sealed(views[0], views[1], views[2]);
+        for (column, offset) in place.offsets.into_iter().enumerate() {
             if payload[end..offset].iter().any(|byte| *byte != 0) {
                 return wire(format!("payload[{end}:{offset}]: padding is not zero"));
             }
-            end = offset + size;
-            views[column] = &payload[offset..end];
-            let (found, told) = (crc32c(&[views[column]]), read.crcs[index][column]);
+            end = offset + sizes[column];
+            let (found, told) = (found[column], read.crcs[index][column]);
             if found != told {
                 return wire(format!(
                     "segments[{index}].{}: crc32c {found:#010x}, the header announces {told:#010x}",
@@ -426,6 +434,7 @@ pub fn decode_with<'a>(
                 ));
             }
         }
+        kept.push(rules);
         segments.push(Segment {
             kind: draft.kind,
             token_ids: views[0],
@@ -440,7 +449,7 @@ pub fn decode_with<'a>(
         ..trajectory
     };
     let counts = trajectory
-        .check()
+        .check_rest(&kept)
         .map_err(|error| Error::Wire(error.to_string()))?;
     if counts != read.counts {
         return wire(format!(
@@ -464,14 +473,12 @@ fn read_header(header: &[u8], limits: Limits) -> Result<Header> {
     }
     let mut reader = Reader(header);
     let format = reader.open()?;
+    let at = header.len() - reader.0.len() + 1; // behind the marker of the number
     let told = reader.crc()?;
-    match header_crc(header) {
-        Some((_, found)) if found == told => {}
-        _ => {
-            return wire(format!(
-                "header: crc32c does not match the announced {told:#010x}"
-            ))
-        }
+    if header_crc(header, at) != told {
+        return wire(format!(
+            "header: crc32c does not match the announced {told:#010x}"
+        ));
     }
     reader.key("payload_bytes")?;
     let payload_bytes = reader.size("payload_bytes")?;
@@ -524,277 +531,4 @@ fn read_header(header: &[u8], limits: Limits) -> Result<Header> {
         announced,
         trajectory: trajectory.0,
     })
-}
-
-/// The rest of a header. Every read names the field it is for.
-pub(crate) struct Reader<'a>(&'a [u8]);
-
-impl<'a> Reader<'a> {
-    /// Gives the format.
-    fn open(&mut self) -> Result<u64> {
-        let foreign = || Error::Wire("header: not a trajectory of sao".into());
-        let length = rmp::decode::read_map_len(&mut self.0).map_err(|_| foreign())?;
-        self.key("magic").map_err(|_| foreign())?;
-        if self.text("magic").map_err(|_| foreign())? != MAGIC {
-            return Err(foreign());
-        }
-        self.key("format")?;
-        let format = self.int("format")?;
-        let Some(more) = FORMATS
-            .iter()
-            .position(|known| i64::try_from(*known) == Ok(format))
-        else {
-            return wire(format!("format: {format}, this build reads 1 and 2"));
-        };
-        let fields = FIELDS + more as u32;
-        if length != fields {
-            return wire(format!("header: {length} fields, expected {fields}"));
-        }
-        self.key("crc32c")?;
-        Ok(FORMATS[more])
-    }
-
-    fn crc(&mut self) -> Result<u32> {
-        rmp::decode::read_u32(&mut self.0)
-            .map_err(|_| Error::Wire("crc32c: not a 32-bit unsigned integer".into()))
-    }
-
-    fn fields(&mut self) -> Result<(Trajectory<'static>, Counts)> {
-        self.key("id")?;
-        let id = self.id()?;
-        self.key("task_ordinal")?;
-        let task_ordinal = self.int("task_ordinal")?;
-        self.key("attempt")?;
-        let attempt = self.int("attempt")?;
-        self.key("env")?;
-        let env = self.text("env")?.to_owned();
-        self.key("counts")?;
-        self.array("counts", 4)?;
-        let counts = Counts {
-            tokens: self.size("counts[0]")?,
-            actions: self.size("counts[1]")?,
-            min_version: self.nullable(|r| r.int("counts[2]"))?,
-            max_version: self.nullable(|r| r.int("counts[3]"))?,
-        };
-        self.key("termination")?;
-        self.array("termination", 2)?;
-        let kind = self.text("termination[0]")?;
-        let Some(termination) = TerminationKind::parse(kind) else {
-            return wire(format!("termination[0]: unknown kind {kind:?}"));
-        };
-        let reason = self.text("termination[1]")?.to_owned();
-        self.key("reward")?;
-        let reward = self.nullable(|r| r.float("reward"))?;
-        self.key("temperature")?;
-        let temperature = self.float("temperature")?;
-        self.key("turn_rewards")?;
-        let mut turn_rewards = Vec::new();
-        for _ in 0..self.any_array("turn_rewards")? {
-            self.array("turn_rewards", 3)?;
-            turn_rewards.push(TurnReward {
-                segment: self.int("turn_rewards")?,
-                position: self.int("turn_rewards")?,
-                reward: self.float("turn_rewards")?,
-            });
-        }
-        self.key("fingerprints")?;
-        let fingerprints = self.map("fingerprints", |r| {
-            Ok((r.int("fingerprints")?, r.text("fingerprints")?.to_owned()))
-        })?;
-        self.key("timings_s")?;
-        let timings_s = self.map("timings_s", |r| {
-            Ok((r.text("timings_s")?.to_owned(), r.float("timings_s")?))
-        })?;
-        self.key("metadata")?;
-        let metadata = self.map("metadata", |r| {
-            Ok((r.text("metadata")?.to_owned(), r.meta()?))
-        })?;
-        let trajectory = Trajectory {
-            id,
-            task_ordinal,
-            attempt,
-            env,
-            segments: Vec::new(),
-            reward,
-            termination,
-            reason,
-            temperature,
-            turn_rewards,
-            fingerprints,
-            timings_s,
-            metadata,
-            sidecars: Vec::new(),
-        };
-        Ok((trajectory, counts))
-    }
-
-    fn segment(&mut self, index: usize, end: usize) -> Result<(Segment<'static>, Place, [u32; 3])> {
-        let field = |name: &str| format!("segments[{index}].{name}");
-        match rmp::decode::read_map_len(&mut self.0) {
-            Ok(SEGMENT_FIELDS) => {}
-            _ => {
-                return wire(format!(
-                    "segments[{index}]: not a map of {SEGMENT_FIELDS} fields"
-                ))
-            }
-        }
-        self.key("kind")?;
-        let name = self.text("kind")?;
-        let Some(kind) = SegmentKind::parse(name) else {
-            return wire(format!("{}: unknown kind {name:?}", field("kind")));
-        };
-        self.key("n_tokens")?;
-        let tokens = self.size("n_tokens")?;
-        let Some(place) = Place::after(end, tokens) else {
-            return wire(format!("{}: {tokens} is too large", field("n_tokens")));
-        };
-        let mut crcs = [0; 3];
-        for column in 0..3 {
-            self.key(ARRAYS[column])?;
-            self.array(ARRAYS[column], 3)?;
-            let (offset, bytes) = (self.size(ARRAYS[column])?, self.size(ARRAYS[column])?);
-            let (right_offset, right_bytes) = (place.offsets[column], place.sizes()[column]);
-            if (offset, bytes) != (right_offset, right_bytes) {
-                return wire(format!(
-                    "{}: {bytes} bytes at {offset}, expected {right_bytes} at {right_offset} for {tokens} tokens",
-                    field(ARRAYS[column])
-                ));
-            }
-            let crc = self.int(ARRAYS[column])?;
-            crcs[column] = u32::try_from(crc).map_err(|_| {
-                Error::Wire(format!("{}: {crc} is not a crc32c", field(ARRAYS[column])))
-            })?;
-        }
-        self.key("version_spans")?;
-        let mut version_spans = Vec::new();
-        for _ in 0..self.any_array("version_spans")? {
-            self.array("version_spans", 3)?;
-            version_spans.push(Span {
-                start: self.int("version_spans")?,
-                stop: self.int("version_spans")?,
-                version: self.int("version_spans")?,
-            });
-        }
-        let segment = Segment {
-            kind,
-            token_ids: &[],
-            logprobs: &[],
-            action_mask: &[],
-            version_spans,
-        };
-        Ok((segment, place, crcs))
-    }
-
-    fn meta(&mut self) -> Result<Meta> {
-        use rmp::Marker as M;
-        let marker = self.0.first().map(|byte| M::from_u8(*byte));
-        Ok(match marker {
-            Some(M::Null) => self.skip(Meta::Null),
-            Some(M::True) => self.skip(Meta::Bool(true)),
-            Some(M::False) => self.skip(Meta::Bool(false)),
-            Some(M::F64) => Meta::Float(self.float("metadata")?),
-            Some(M::FixStr(_) | M::Str8 | M::Str16 | M::Str32) => {
-                Meta::Text(self.text("metadata")?.to_owned())
-            }
-            _ => Meta::Int(self.int("metadata")?),
-        })
-    }
-
-    fn skip(&mut self, value: Meta) -> Meta {
-        self.0 = &self.0[1..];
-        value
-    }
-
-    pub(crate) fn key(&mut self, name: &str) -> Result<()> {
-        match self.text(name) {
-            Ok(found) if found == name => Ok(()),
-            Ok(found) => wire(format!(
-                "header: field {found:?} where {name:?} is expected"
-            )),
-            Err(error) => Err(error),
-        }
-    }
-
-    pub(crate) fn text(&mut self, field: &str) -> Result<&'a str> {
-        let length = rmp::decode::read_str_len(&mut self.0).map_err(|_| bad(field, "text"))?;
-        let bytes = self.take(field, length)?;
-        std::str::from_utf8(bytes).map_err(|_| bad(field, "UTF-8 text"))
-    }
-
-    fn id(&mut self) -> Result<[u8; 16]> {
-        let length = rmp::decode::read_bin_len(&mut self.0).map_err(|_| bad("id", "16 bytes"))?;
-        let bytes = self.take("id", length)?;
-        bytes.try_into().map_err(|_| bad("id", "16 bytes"))
-    }
-
-    fn take(&mut self, field: &str, length: u32) -> Result<&'a [u8]> {
-        match self.0.split_at_checked(length as usize) {
-            Some((bytes, rest)) => {
-                self.0 = rest;
-                Ok(bytes)
-            }
-            None => wire(format!(
-                "{field}: announces {length} bytes, {} are left in the header",
-                self.0.len()
-            )),
-        }
-    }
-
-    pub(crate) fn int(&mut self, field: &str) -> Result<i64> {
-        rmp::decode::read_int(&mut self.0).map_err(|_| bad(field, "a 64-bit integer"))
-    }
-
-    pub(crate) fn size(&mut self, field: &str) -> Result<usize> {
-        rmp::decode::read_int(&mut self.0).map_err(|_| bad(field, "a size"))
-    }
-
-    fn float(&mut self, field: &str) -> Result<f64> {
-        rmp::decode::read_f64(&mut self.0).map_err(|_| bad(field, "a 64-bit float"))
-    }
-
-    fn nullable<T>(&mut self, read: impl FnOnce(&mut Self) -> Result<T>) -> Result<Option<T>> {
-        if self.0.first() == Some(&0xc0) {
-            self.0 = &self.0[1..];
-            return Ok(None);
-        }
-        read(self).map(Some)
-    }
-
-    pub(crate) fn any_array(&mut self, field: &str) -> Result<usize> {
-        let length =
-            rmp::decode::read_array_len(&mut self.0).map_err(|_| bad(field, "an array"))? as usize;
-        if length > self.0.len() {
-            return wire(format!(
-                "{field}: announces {length} entries, {} bytes are left in the header",
-                self.0.len()
-            ));
-        }
-        Ok(length)
-    }
-
-    pub(crate) fn array(&mut self, field: &str, length: usize) -> Result<()> {
-        match self.any_array(field)? {
-            found if found == length => Ok(()),
-            found => wire(format!("{field}: {found} entries, expected {length}")),
-        }
-    }
-
-    fn map<T>(
-        &mut self,
-        field: &str,
-        mut entry: impl FnMut(&mut Self) -> Result<T>,
-    ) -> Result<Vec<T>> {
-        let length =
-            rmp::decode::read_map_len(&mut self.0).map_err(|_| bad(field, "a map"))? as usize;
-        if length > MAX_KEYS {
-            return wire(format!(
-                "{field}: announces {length} entries, at most {MAX_KEYS}"
-            ));
-        }
-        (0..length).map(|_| entry(self)).collect()
-    }
-}
-
-pub(crate) fn bad(field: &str, expected: &str) -> Error {
-    Error::Wire(format!("{field}: missing, cut short or not {expected}"))
 }

@@ -93,7 +93,7 @@ fn wire_text(result: Result<impl std::fmt::Debug, Error>) -> String {
 }
 
 fn rule(segment: &Segment) -> String {
-    match segment.check("segments[1].") {
+    match segment.check(&"segments[1].") {
         Err(Error::Validation(text)) => text,
         other => panic!("expected a validation error, got {other:?}"),
     }
@@ -239,7 +239,7 @@ fn foreign_bytes_other_formats_and_sizes_are_named() {
 #[test]
 fn rules_name_field_index_and_value() {
     let good = Owned::new(2, &[(3, 1)], -0.5, 4);
-    good.view().check("").unwrap();
+    good.view().check(&"").unwrap();
     let with = |change: &dyn Fn(&mut Owned)| {
         let mut bad = good.clone();
         change(&mut bad);

@@ -2,14 +2,14 @@
 //!
 //! The objects are made without their `__post_init__`, which would check again what the decoder has just checked.
 
-use numpy::ndarray::ArrayView1;
+use numpy::ndarray::{ArrayView1, ArrayView2};
 use numpy::npyffi::NPY_ARRAY_WRITEABLE;
-use numpy::{Element, PyArray, PyArray1, PyArrayMethods, PyUntypedArrayMethods};
+use numpy::{Element, PyArray, PyArray1, PyUntypedArrayMethods};
 use pyo3::ffi;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyBytes, PyDict, PyMemoryView, PyString, PyTuple, PyType};
+use pyo3::types::{PyBytes, PyDict, PyString, PyTuple, PyType};
 use sao_core::sidecar::Sidecar;
 use sao_core::trajectory::{Meta, Segment, SegmentKind, Span, TerminationKind, Trajectory};
 
@@ -56,7 +56,7 @@ fn set<'py>(
 
 /// A read-only array of the elements in `bytes`, a part of the memory that `owner` exports; copied only if misaligned.
 fn view<'py, T: Element>(
-    owner: &Bound<'py, PyMemoryView>,
+    owner: &Bound<'py, PyAny>,
     bytes: &[u8],
     element: fn(&[u8]) -> T,
 ) -> Bound<'py, PyAny> {
@@ -67,7 +67,7 @@ fn view<'py, T: Element>(
         // valid ones (a mask is 0 or 1). They stay while `owner`, the array's base, lives; the array cannot write.
         unsafe {
             let elements = ArrayView1::from_shape_ptr(bytes.len() / size, data);
-            PyArray1::borrow_from_array(&elements, owner.clone().into_any())
+            PyArray1::borrow_from_array(&elements, owner.clone())
         }
     } else {
         PyArray1::from_iter(owner.py(), bytes.chunks_exact(size).map(element))
@@ -93,19 +93,17 @@ fn blank<'py>(class: &Bound<'py, PyType>) -> PyResult<Bound<'py, PyAny>> {
     }
 }
 
-fn spans<'py>(py: Python<'py>, spans: &[Span]) -> PyResult<Bound<'py, PyAny>> {
-    let flat = spans
+fn spans<'py>(py: Python<'py>, spans: &[Span]) -> Bound<'py, PyAny> {
+    let rows = spans
         .iter()
-        .flat_map(|span| [span.start, span.stop, span.version]);
-    let array = PyArray1::from_iter(py, flat).reshape([spans.len(), 3])?;
+        .map(|span| [span.start, span.stop, span.version]);
+    let rows: Vec<[i64; 3]> = rows.collect();
+    let array = PyArray::from_array(py, &ArrayView2::from(&rows[..]));
     read_only(&array);
-    Ok(array.into_any())
+    array.into_any()
 }
 
-fn segment<'py>(
-    owner: &Bound<'py, PyMemoryView>,
-    from: &Segment<'_>,
-) -> PyResult<Bound<'py, PyAny>> {
+fn segment<'py>(owner: &Bound<'py, PyAny>, from: &Segment<'_>) -> PyResult<Bound<'py, PyAny>> {
     let py = owner.py();
     let classes = classes(py)?;
     let object = blank(classes.segment.bind(py))?;
@@ -130,7 +128,7 @@ fn segment<'py>(
     set(
         &object,
         intern!(py, "version_spans"),
-        &spans(py, &from.version_spans)?,
+        &spans(py, &from.version_spans),
     )?;
     Ok(object)
 }
@@ -148,10 +146,7 @@ fn termination<'py>(py: Python<'py>, from: &Trajectory<'_>) -> PyResult<Bound<'p
 }
 
 /// A read-only array over a frame.
-fn array<'py>(
-    frame: &Bound<'py, PyMemoryView>,
-    sidecar: &Sidecar<'_>,
-) -> PyResult<Bound<'py, PyAny>> {
+fn array<'py>(frame: &Bound<'py, PyAny>, sidecar: &Sidecar<'_>) -> PyResult<Bound<'py, PyAny>> {
     let numpy = frame.py().import("numpy")?;
     let flat = if sidecar.bytes.is_empty() {
         numpy.call_method1("zeros", (0, &sidecar.dtype))?
@@ -165,8 +160,8 @@ fn array<'py>(
 
 /// The `Trajectory` whose arrays lie in `payload`.
 pub fn trajectory<'py>(
-    payload: &Bound<'py, PyMemoryView>,
-    frames: &[&Bound<'py, PyMemoryView>],
+    payload: &Bound<'py, PyAny>,
+    frames: &[Bound<'py, PyAny>],
     from: &Trajectory<'_>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = payload.py();

@@ -15,8 +15,9 @@ use sao_core::wire::{self, Limits, Place};
 use crate::error::{guard, validation};
 use crate::objects;
 
-/// Payloads longer than this are worked on without the GIL.
-const DETACH_BYTES: usize = 1 << 16;
+/// Payloads longer than this are worked on without the GIL; for less (some 20 us) giving it up costs more than it gives
+/// others, since a busy thread hands it back only after its switch interval.
+const DETACH_BYTES: usize = 1 << 19;
 
 /// A contiguous buffer, borrowed from Python for as long as this lives; `owner` keeps it beyond that.
 struct Bytes {
@@ -352,7 +353,7 @@ fn meta(value: &Bound<'_, PyAny>) -> Option<Meta> {
 #[pyfunction]
 fn check_segment(segment: &Bound<'_, PyAny>) -> PyResult<()> {
     let buffers = SegmentBuffers::extract(segment, "")?;
-    guard(|| buffers.view().check("")).map(drop)
+    guard(|| buffers.view().check(&"")).map(drop)
 }
 
 /// Checks the fields of a trajectory whose segments were checked when they were built; raises `ValidationError`.
@@ -390,13 +391,48 @@ fn foreign(error: &PyErr, py: Python<'_>) -> PyErr {
     crate::error::to_py(sao_core::Error::Wire(error.value(py).to_string()))
 }
 
-fn received(object: &Bound<'_, PyAny>, field: &str) -> PyResult<Bytes> {
-    Bytes::any(object, field).map_err(|error| foreign(&error, object.py()))
+/// The bytes of a frame that came in.
+enum Received<'py> {
+    /// Never change and need no release.
+    Fixed(Bound<'py, PyBytes>),
+    Lent(Bytes),
 }
 
-fn frames(objects: Option<Vec<Bound<'_, PyAny>>>) -> PyResult<Vec<Bytes>> {
-    let frame = |(index, object): (usize, Bound<'_, PyAny>)| {
-        received(&object, &format!("sidecars[{index}]"))
+impl<'py> Received<'py> {
+    fn new(object: &Bound<'py, PyAny>, field: &str) -> PyResult<Self> {
+        if let Ok(bytes) = object.cast_exact::<PyBytes>() {
+            return Ok(Self::Fixed(bytes.clone()));
+        }
+        let lent = Bytes::any(object, field).map_err(|error| foreign(&error, object.py()))?;
+        Ok(Self::Lent(lent))
+    }
+
+    fn slice(&self) -> &[u8] {
+        match self {
+            Self::Fixed(bytes) => bytes.as_bytes(),
+            Self::Lent(bytes) => bytes.slice(),
+        }
+    }
+
+    fn frozen(&self) -> bool {
+        match self {
+            Self::Fixed(_) => true,
+            Self::Lent(bytes) => bytes.frozen(),
+        }
+    }
+
+    /// The object that keeps the bytes.
+    fn owner(&self, py: Python<'py>) -> Bound<'py, PyAny> {
+        match self {
+            Self::Fixed(bytes) => bytes.clone().into_any(),
+            Self::Lent(bytes) => bytes.owner.bind(py).clone().into_any(),
+        }
+    }
+}
+
+fn frames<'py>(objects: Option<Vec<Bound<'py, PyAny>>>) -> PyResult<Vec<Received<'py>>> {
+    let frame = |(index, object): (usize, Bound<'py, PyAny>)| {
+        Received::new(&object, &format!("sidecars[{index}]"))
     };
     let objects = objects.unwrap_or_default();
     objects.into_iter().enumerate().map(frame).collect()
@@ -404,14 +440,14 @@ fn frames(objects: Option<Vec<Bound<'_, PyAny>>>) -> PyResult<Vec<Bytes>> {
 
 fn decode_checked<'a>(
     py: Python<'_>,
-    header: &'a Bytes,
-    payload: &'a Bytes,
-    sidecars: &'a [Bytes],
+    header: &'a Received<'_>,
+    payload: &'a Received<'_>,
+    sidecars: &'a [Received<'_>],
     limits: Limits,
 ) -> PyResult<(Trajectory<'a>, Vec<Place>)> {
     let (head, body) = (header.slice(), payload.slice());
-    let sides: Vec<&'a [u8]> = sidecars.iter().map(Bytes::slice).collect();
-    let frozen = header.frozen() && payload.frozen() && sidecars.iter().all(Bytes::frozen);
+    let sides: Vec<&'a [u8]> = sidecars.iter().map(Received::slice).collect();
+    let frozen = header.frozen() && payload.frozen() && sidecars.iter().all(Received::frozen);
     let check = || guard(|| wire::decode_with(head, body, &sides, limits));
     if frozen && body.len() > DETACH_BYTES {
         py.detach(check)
@@ -432,14 +468,15 @@ fn decode<'py>(
     sidecars: Option<Vec<Bound<'py, PyAny>>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let sidecars = frames(sidecars)?;
-    let (header, payload) = (received(header, "header")?, received(payload, "payload")?);
+    let header = Received::new(header, "header")?;
+    let payload = Received::new(payload, "payload")?;
     let limits = Limits {
         max_bytes,
         max_segments,
     };
     let (found, _) = decode_checked(py, &header, &payload, &sidecars, limits)?;
-    let owners: Vec<_> = sidecars.iter().map(|frame| frame.owner.bind(py)).collect();
-    objects::trajectory(payload.owner.bind(py), &owners, &found)
+    let owners: Vec<_> = sidecars.iter().map(|frame| frame.owner(py)).collect();
+    objects::trajectory(&payload.owner(py), &owners, &found)
 }
 
 /// Reads a header alone (or, with the payload, checks all of both) and returns its facts. Raises `WireError`.
@@ -457,9 +494,9 @@ fn summary<'py>(
         max_bytes,
         max_segments,
     };
-    let header = received(header, "header")?;
+    let header = Received::new(header, "header")?;
     if let Some(payload) = payload {
-        let payload = received(payload, "payload")?;
+        let payload = Received::new(payload, "payload")?;
         decode_checked(py, &header, &payload, &frames(sidecars)?, limits)?;
     }
     let found = guard(|| wire::summary(header.slice(), limits))?;
