@@ -267,9 +267,7 @@ def decode(
     while they are in use. Raises `WireError` when the bytes are corrupt, cut short, longer than `max_bytes`, of another
     format or not a trajectory.
     """
-    trajectory: Trajectory = _core.decode(
-        header, payload, max_bytes, max_segments, [*sidecars] if sidecars else None
-    )
+    trajectory: Trajectory = _core.decode(header, payload, max_bytes, max_segments, [*sidecars] if sidecars else None)
     return trajectory
 
 

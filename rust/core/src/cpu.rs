@@ -72,6 +72,7 @@ macro_rules! folding {
                 #[allow(unsafe_code)]
                 return Some(unsafe { $body($($arg),*) });
             }
+            let _ = ($($arg,)*);
             None
         }
     };

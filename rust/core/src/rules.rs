@@ -208,27 +208,46 @@ mod tests {
         (vec![7; 4 * mask.len()], logprobs, mask)
     }
 
+    const EDGES: [f32; 14] = [
+        0.0,
+        -0.0,
+        f32::MIN,
+        f32::MAX,
+        f32::INFINITY,
+        f32::NEG_INFINITY,
+        f32::NAN,
+        -f32::NAN,
+        f32::MIN_POSITIVE,
+        f32::from_bits(1),
+        f32::from_bits(0x8000_0001),
+        f32::from_bits(0x7f80_0001),
+        f32::from_bits(0xff80_0001),
+        f32::from_bits(0xffff_ffff),
+    ];
+
     fn values() -> impl Strategy<Value = f32> {
-        let edges = [
-            0.0,
-            -0.0,
-            f32::MIN,
-            f32::MAX,
-            f32::INFINITY,
-            f32::NEG_INFINITY,
-            f32::NAN,
-            -f32::NAN,
-            f32::MIN_POSITIVE,
-            f32::from_bits(1),
-            f32::from_bits(0x8000_0001),
-            f32::from_bits(0x7f80_0001),
-            f32::from_bits(0xff80_0001),
-            f32::from_bits(0xffff_ffff),
-        ];
         prop_oneof![
-            prop::sample::select(edges.to_vec()),
+            prop::sample::select(EDGES.to_vec()),
             any::<u32>().prop_map(f32::from_bits)
         ]
+    }
+
+    /// Blocks of one kind and of both, and what is left after the last.
+    #[test]
+    fn every_edge_is_judged_in_every_kind_of_block() {
+        for value in EDGES {
+            for at in 0..470 {
+                let (ids, logprobs, mask) =
+                    arrays(&[150, 150, 20, 20, 70, 60], &[(at, value, None)]);
+                let found = kept(&ids, &bytes(&logprobs), &mask).is_some();
+                assert_eq!(
+                    found,
+                    right(value, mask[at]),
+                    "{value} at {at}, {}",
+                    mask[at]
+                );
+            }
+        }
     }
 
     proptest! {
