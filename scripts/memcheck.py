@@ -60,7 +60,7 @@ def main() -> None:
     consumer.join()
 
     lengths = agentic_lengths(150, 0, 10, 5000)
-    where = plan(lengths, 4, 8192, 1, lock_step_slack=0.2)
+    where = plan(lengths, 4, 8192, 1, max_imbalance=1.0)
     mine = np.flatnonzero((where.rank == 0) & (where.micro_batch == 0))
     out = np.empty((1, 8192), np.int32)
     pieces = [np.ones(lengths[i], np.int32) for i in mine]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from multiprocessing import shared_memory
 
 import numpy as np
@@ -137,17 +138,22 @@ def test_a_stream_is_nearly_as_full_as_packing_at_once() -> None:
         packer.add(np.array([32_769], np.int64))
 
 
-def test_slack_buys_even_ranks() -> None:
-    lengths = agentic_lengths(512, 0)
+@pytest.mark.parametrize(("seed", "longest"), [(0, 1.27), (1, 1.34), (4, 1.24)])
+def test_ranks_are_even_and_the_step_is_short(seed: int, longest: float) -> None:
+    lengths = agentic_lengths(512, seed)
 
-    def quality(slack: float) -> tuple[float, float]:
-        where = plan(lengths, 8, 200_000, 1, lock_step_slack=slack)
+    def quality(**options: float) -> tuple[float, float]:
+        where = plan(lengths, 8, 200_000, 1, **options)
         total = where.costs.sum(axis=1)
         assert total.max() >= where.least_cost
         return float(total.max() / where.least_cost), float(8 * where.costs.max(axis=0).sum() / where.costs.sum())
 
-    strict, even = quality(0.0), quality(0.1)
-    assert even[0] <= 1.02 < strict[0]
-    assert even[1] <= 1.1 * strict[1]
-    with pytest.raises(ValidationError, match="lock_step_slack: -1 must be finite and not negative"):
-        plan(lengths, 8, 200_000, 1, lock_step_slack=-1.0)
+    even, quick = quality(), quality(max_imbalance=math.inf)
+    assert even[0] <= 1.02 and even[1] <= longest
+    assert quick[0] > 1.02 and quick[1] < even[1]
+
+
+def test_imbalance_is_at_least_one() -> None:
+    for value in (0.99, math.nan):
+        with pytest.raises(ValidationError, match=r"max_imbalance: .* must be at least 1"):
+            plan(np.array([5], np.int64), 8, 200_000, 1, max_imbalance=value)

@@ -119,16 +119,17 @@ def plan(
     *,
     linear_cost: float = 24576.0,
     quadratic_cost: float = 1.0,
-    lock_step_slack: float = 0.0,
+    max_imbalance: float = 1.02,
 ) -> Plan:
     """Lays segments out over ranks, micro-batches and rows; deterministic.
 
     No row exceeds `row_tokens`. Every rank has the same number of micro-batches, the least that holds all rows; a rank
     may have fewer rows in one, or none at all, but no micro-batch is empty on all ranks. Rows are balanced by cost,
     linear_cost * l + quadratic_cost * l^2 per segment of l tokens (only the ratio matters; the default suits 7B
-    models). Of two layouts the one is taken whose step is shorter when every micro-batch takes as long as its slowest
-    rank. Ranks that wait for one another only at the end of a step want even sums instead: `lock_step_slack` says by
-    how much of itself that time may grow for them (0.1: a tenth).
+    models): the step is short when every micro-batch takes as long as its slowest rank, and the heaviest rank costs at
+    most `max_imbalance` times `least_cost`, as far as segments can be exchanged for that. Both cannot be 1 with few
+    rows of heavy-tailed lengths; `math.inf` is for ranks that wait for one another in every micro-batch, where that
+    time alone counts.
 
     Raises `ValidationError` for no segments, for a length outside 1..row_tokens (naming index, length and limit) and
     for parameters out of range.

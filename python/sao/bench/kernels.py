@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -33,13 +34,13 @@ def pack(quick: bool) -> Iterator[Row]:
     ):
         for n in (512, 8_192):
             lengths = lengths_of(n)
-            for slack in (0.0, 0.1):
-                plan = lambda x=lengths, c=capacity, s=slack: _core.plan(x, RANKS, c, 1, lock_step_slack=s)  # noqa: E731
+            for imbalance in (1.02, math.inf):
+                plan = lambda x=lengths, c=capacity, i=imbalance: _core.plan(x, RANKS, c, 1, max_imbalance=i)  # noqa: E731
                 durations = times_us(plan, budget_s)
                 costs, least = plan().costs, plan().least_cost
                 lock_step = RANKS * costs.max(axis=0).sum() / costs.sum()
                 note = f"heaviest rank {costs.sum(axis=1).max() / least:.4f} of the bound, lock-step {lock_step:.4f}"
-                how = f"sao, slack {slack}"
+                how = "sao, lock step alone" if imbalance == math.inf else "sao"
                 yield row(f"plan for {RANKS} ranks", f"{n} {name}", how, durations, n, "segment", note)
 
 

@@ -161,7 +161,7 @@ fn main() {
                 rows_per_micro_batch: 1,
                 linear_cost: 24576.0,
                 quadratic_cost: 1.0,
-                lock_step_slack: 0.0,
+                max_imbalance: 1.02,
             };
             drop(measured(|| plan(&lengths(512), &layout)).expect("valid"));
         }

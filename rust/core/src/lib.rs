@@ -9,6 +9,7 @@ pub mod buffer;
 mod checksum;
 mod compact;
 mod cpu;
+mod descend;
 pub mod error;
 mod event;
 mod fold;

@@ -108,8 +108,9 @@ pub struct Layout {
     pub linear_cost: f64,
     /// Cost of a pair of tokens in attention; a segment costs `linear * n + quadratic * n * n`.
     pub quadratic_cost: f64,
-    /// By how much of itself the time in lock step may grow so that the sums of the ranks become even.
-    pub lock_step_slack: f64,
+    /// The heaviest rank should cost at most this multiple of [`Plan::least_cost`], even if the step in lock step takes
+    /// longer for that; infinity if that time alone counts.
+    pub max_imbalance: f64,
 }
 
 impl Layout {
@@ -149,8 +150,9 @@ pub struct Plan {
 /// Every rank gets the same number of micro-batches, so that no rank waits in a collective the others never enter. Two
 /// layouts are tried: the rows of [`pack`] dealt by falling cost, and rows filled for the whole micro-batch at once, each
 /// segment to the cheapest row that has room. Fewer micro-batches win, then the shorter time when every micro-batch
-/// takes as long as its slowest rank; of that one the sums over the ranks are then evened out. A rank may have fewer rows in its last micro-batch, or none at all; no micro-batch
-/// is empty on all ranks.
+/// takes as long as its slowest rank. Of that one segments then change places until no rank costs more than
+/// `max_imbalance` allows, if that can be had with so many micro-batches, and the time is as short as was found under
+/// that condition. A rank may have fewer rows in a micro-batch, or none at all; none is empty on all ranks.
 ///
 /// # Errors
 /// [`Error::Validation`] for a length outside `1..=row_tokens`, for no lengths, and for parameters out of range.
@@ -337,11 +339,13 @@ fn check_layout(layout: &Layout) -> Result<()> {
     for (name, value) in [
         ("linear_cost", layout.linear_cost),
         ("quadratic_cost", layout.quadratic_cost),
-        ("lock_step_slack", layout.lock_step_slack),
     ] {
         if !value.is_finite() || value < 0.0 {
             return parameter(name, value, "finite and not negative");
         }
+    }
+    if layout.max_imbalance.is_nan() || layout.max_imbalance < 1.0 {
+        return parameter("max_imbalance", layout.max_imbalance, "at least 1");
     }
     Ok(())
 }

@@ -105,7 +105,7 @@ impl Plan {
 }
 
 #[pyfunction]
-#[pyo3(signature = (lengths, ranks, row_tokens, rows_per_micro_batch, *, linear_cost=24576.0, quadratic_cost=1.0, lock_step_slack=0.0))]
+#[pyo3(signature = (lengths, ranks, row_tokens, rows_per_micro_batch, *, linear_cost=24576.0, quadratic_cost=1.0, max_imbalance=1.02))]
 fn plan(
     lengths: &Bound<'_, PyAny>,
     ranks: i64,
@@ -113,7 +113,7 @@ fn plan(
     rows_per_micro_batch: i64,
     linear_cost: f64,
     quadratic_cost: f64,
-    lock_step_slack: f64,
+    max_imbalance: f64,
 ) -> PyResult<Plan> {
     let py = lengths.py();
     let lengths = array::<i64>("lengths", lengths)?;
@@ -128,7 +128,7 @@ fn plan(
         rows_per_micro_batch: size("rows_per_micro_batch", rows_per_micro_batch)?,
         linear_cost,
         quadratic_cost,
-        lock_step_slack,
+        max_imbalance,
     };
     let plan = run(py, lengths.len(), || pack::plan(lengths, &layout))?;
     let costs = plan
