@@ -86,6 +86,21 @@ def test_nothing_is_received_within_the_deadline(endpoint: str) -> None:
         receiver.receive(0.01)
 
 
+@pytest.mark.parametrize("timeout_s", [None, 1e12, float("inf")])
+def test_waits_without_end_end_when_there_is_something(endpoint: str, timeout_s: float | None) -> None:
+    with SharedReceiver(endpoint) as receiver, SharedSender(endpoint, 8192) as sender:
+        sender.send(b"", bytes(6000))
+        timer = threading.Timer(0.05, lambda: receiver.receive(30).release())
+        timer.start()
+        sender.send(b"", bytes(6000), timeout_s)
+        timer.join()
+        receiver.receive(timeout_s).release()
+        timer = threading.Timer(0.05, sender.send, args=(b"", b"last"))
+        timer.start()
+        assert bytes(receiver.receive(timeout_s).payload) == b"last"
+        timer.join()
+
+
 def test_senders_take_turns(endpoint: str) -> None:
     with SharedReceiver(endpoint) as receiver, ExitStack() as senders:
         for name in (b"a", b"b", b"c"):

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -260,6 +261,26 @@ def test_a_sender_cannot_take_back_what_it_published(endpoint: str) -> None:
         put(memory, PUBLISHED, 1)
         with pytest.raises(TransportError, match="1 payloads published, expected 2"):
             receiver.receive(5)
+
+
+class Flickering:
+    """What a sender looks like that publishes something whenever one looks, and takes it back before it is taken."""
+
+    def doze(self) -> bool:
+        return False
+
+    def take(self) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_sender_that_changes_its_mind_all_the_time_does_not_outlast_a_deadline(endpoint: str) -> None:
+    with SharedReceiver(endpoint) as receiver:
+        receiver._readers = cast(Any, Flickering())
+        with pytest.raises(DeadlineError):
+            receiver.receive(0.02)
 
 
 def test_random_bytes_in_the_control_page_harm_nobody(endpoint: str) -> None:

@@ -34,7 +34,7 @@ _HELLO = struct.Struct("<4sQ")  # magic, bytes of data; with it comes the descri
 _MAGIC = b"SAO2"
 _MAX_BYTES = 1 << 40
 _CONNECT_S = 10.0
-_BACKLOG = 1024
+_BACKLOG = 4096  # who connects when so many wait to be let in is refused
 _LONGEST_S = 1e6  # what `poll` takes in one call
 
 
