@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+from tests.broker.broker_world import config, trajectory
 
 from sao._core import Ledger, ledger_history
+from sao.broker.actor import Broker
 from sao.broker.ledger_file import LedgerFile
 from sao.errors import LedgerError
+from sao.trajectory import encode_frames
+from sao.transport import private_folder
 
 
 def steps(ledger: Ledger, first: int, last: int) -> None:
@@ -96,3 +101,23 @@ def test_a_run_can_go_on_after_every_checkpoint_that_is_kept(tmp_path, kept):
             for number in numbers:
                 runs, history = ledger_history(tmp_path / "ledger.log", number - 1)
                 assert history[0]["step"] == number and runs == ([(4, 4 * number)] if number > 1 else [])
+
+
+def test_the_log_is_on_disk_before_the_ledger_is_folded(tmp_path, monkeypatch):
+    """Folding writes the ledger, and what it calls ready must be in the log."""
+    checkpoints(tmp_path, 2)
+    sockets = private_folder()
+    broker = Broker(config(buffer={"ledger_growth_bytes": 1}), tmp_path, f"ipc://{sockets}/broker")
+    try:
+        broker.state.generator_joined("g0", 0.0)
+        broker.state.slots("g0", 4, None, 0.0)
+        broker.state.trajectory("g0", encode_frames(trajectory(0)), 0.0)
+        assert broker.memory is not None and broker.memory.log is not None and broker.memory.log.due
+        waiting = []
+        monkeypatch.setattr(LedgerFile, "fold", lambda self, upto: waiting.append((upto, broker.memory.log.due)))
+        broker._tick()
+        assert waiting == [(1, False)]
+    finally:
+        broker.actor.close(0)
+        broker.memory.close()
+        shutil.rmtree(sockets)
