@@ -78,8 +78,10 @@ def test_a_damaged_sidecar_is_refused():
 def test_a_learner_that_reads_format_1_gets_nothing_else():
     world = World(config())
     world.join("g0", 8)
+    world.state.generator_joined("old", 0.0, (1,))
     world.state.learner_joined({"session": "a"}, (1,))
     assert world.pushed("formats", "g0") == [{"formats": [1]}]
+    assert not world.pushed("formats", "old")  # it writes nothing else, and does not know the message
     answer = world.answer("g0", world.pop("g0"), sidecars=SIDECARS)  # it was on its way
     assert answer == {"accepted": False, "reason": "unreadable_format"}
     assert "format 2, the learner reads [1]" in world.pushed("event")[-1]["text"]

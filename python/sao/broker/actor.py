@@ -292,7 +292,7 @@ class Broker:
         elif peer.role == "generator":
             if not all(_is_task(task) for task in peer.hello.get("tasks", [])):
                 raise WireError("hello.tasks: expected a list of [ordinal, attempt]")
-            self.state.generator_joined(peer.name, now)
+            self.state.generator_joined(peer.name, now, common)
         log.info("%s %s incarnation %d joined", peer.role, peer.name, peer.incarnation)
         self.actor.call(lambda: self._joined(peer))  # after the welcome has been sent
         return {**self.state.welcome(), "formats": [number for number in common if number in self.state.formats]}

@@ -28,7 +28,8 @@ def of(hello: dict[str, Any]) -> tuple[int, ...]:
 
 
 def learner_joined(state: State, formats: tuple[int, ...]) -> None:
-    """Takes what the learner reads, and tells the generators if it is not what they were told.
+    """Takes what the learner reads, and tells the generators that can write more than format 1 if it is something else
+    than they were told.
 
     Raises `WireError` when something is held for it that it cannot read; nothing has changed then.
     """
@@ -40,5 +41,7 @@ def learner_joined(state: State, formats: tuple[int, ...]) -> None:
         )
     if formats != state.formats:
         state.formats = formats
-        for name in list(state.pool.by_name):
-            state.wire.to_generator(name, "formats", {"formats": list(formats)})
+        for name, generator in list(state.pool.by_name.items()):
+            if WITH_SIDECARS in generator.formats:  # an older build does not know this message
+                both = [number for number in formats if number in generator.formats]
+                state.wire.to_generator(name, "formats", {"formats": both})

@@ -78,9 +78,9 @@ class State:
 
     # -- generators
 
-    def generator_joined(self, name: str, now: float) -> None:
-        """A generator is here; it gets tasks when it states free slots."""
-        self.pool.by_name[name] = Generator(name)
+    def generator_joined(self, name: str, now: float, writes: tuple[int, ...] = formats.OURS) -> None:
+        """A generator is here; it gets tasks when it states free slots. `writes`: formats of trajectories."""
+        self.pool.by_name[name] = Generator(name, writes)
 
     def generator_left(self, name: str, reason: str, now: float) -> None:
         """A generator is gone: its tasks are started again elsewhere, late answers are fenced by the attempt."""

@@ -58,6 +58,7 @@ class Generator:
     """One joined generator: its free slots, what it works on, its last report."""
 
     name: str
+    formats: tuple[int, ...] = (1,)  # of trajectories, that it can write
     free: int = 0
     sent: int = 0
     train: set[int] = field(default_factory=set)
