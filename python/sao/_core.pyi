@@ -198,11 +198,15 @@ class Buffer:
         """Notes the policy version; drops what is ready with min_version < keep_from and returns the headers."""
 
     def retire(self, version: int, keep_from: int | None = None) -> int:
-        """As `advance`, and returns how many were dropped."""
+        """As `advance`, and returns how many were dropped.
+
+        Of both: the memory of 64 is freed at once, of the others by later calls (`unfreed` of `stats`).
+        """
 
     def stats(self) -> dict[str, Any]:
-        """trajectories (ready to be taken), leased, copying, bytes, received, committed, dropped {reason: n},
-        waiting_takes, waiting_puts, version, closed.
+        """trajectories (ready to be taken), leased, copying, bytes, unfreed (dropped by `advance`, memory still to be
+        freed and part of `bytes`), received, committed, dropped {reason: n}, waiting_takes, waiting_puts, version,
+        closed.
         """
 
     def snapshot(self) -> list[dict[str, Any]]:

@@ -137,7 +137,11 @@ class TrajectoryBuffer:
         return [Held(lease) for lease in await _until(waiter, waiter.take, timeout_s, f"{n} trajectories")]
 
     def advance(self, version: int, keep_from: int | None = None) -> int:
-        """Notes the policy version; drops what is ready and older than `keep_from`, and returns how many that were."""
+        """Notes the policy version; drops what is ready and older than `keep_from`, and returns how many that were.
+
+        The call frees 64 of them, each later put and take two more, and a put that needs the room as many as it needs;
+        `unfreed` of `stats` says how many are left. Their bytes count until then.
+        """
         return self._core.retire(version, keep_from)
 
     def snapshot(self) -> dict[str, NDArray[np.generic]]:
@@ -148,8 +152,9 @@ class TrajectoryBuffer:
         return self._core.columns()
 
     def stats(self) -> dict[str, Any]:
-        """Counters: trajectories (ready to be taken), leased, copying, bytes, received, committed, dropped (by reason),
-        waiting_takes, waiting_puts, version, closed. received = trajectories + leased + committed + all dropped.
+        """Counters: trajectories (ready to be taken), leased, copying, bytes, unfreed (dropped by `advance`, memory to
+        be freed, part of bytes), received, committed, dropped (by reason), waiting_takes, waiting_puts, version,
+        closed. received = trajectories + leased + committed + all dropped.
         """
         return self._core.stats()
 

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool as Flag, Ordering::Relaxed};
 use std::sync::{Arc, PoisonError};
 
 use crate::budget::Budget;
-use crate::index::Ready;
+use crate::index::{Key, Ready};
 use crate::pool::Pool;
 use crate::ring::Ring;
 use crate::sync::{fence, AtomicBool, AtomicUsize, Condvar, Mutex, MutexGuard, Ordering};
@@ -21,10 +21,13 @@ use crate::{Error, Result};
 
 mod item;
 mod lease;
+mod retire;
+mod snapshot;
 mod state;
 mod waiter;
 
 use lease::{leases, Slot};
+use retire::Unfreed;
 
 pub use item::{Content, Item, Object};
 pub use lease::Lease;
@@ -89,6 +92,15 @@ impl Ticket {
 
 type Items = Vec<(u64, Arc<Item>)>;
 
+/// What has come in and has no place in the order yet. What the index asks for is here too, so that nobody has to look
+/// for it in cold memory under the lock.
+#[derive(Debug)]
+struct Arrival {
+    min_version: i64,
+    bytes: usize,
+    item: Arc<Item>,
+}
+
 /// What consumers share under the lock.
 #[derive(Debug)]
 struct Index {
@@ -125,16 +137,21 @@ impl Index {
         }
     }
 
+    /// The first sequence number held that is not below `from`.
+    fn next_from(&self, from: u64) -> Option<u64> {
+        let leased = self.leased.range(from..).next().map(|(&next, _)| next);
+        self.ready.next_from(from).into_iter().chain(leased).min()
+    }
+
     fn lease(&mut self, n: usize) -> Option<Items> {
         if self.ready.len() < n {
             return None;
         }
         let mut items = Vec::with_capacity(n);
         while items.len() < n {
-            let (sequence, item) = self.ready.pop_first()?;
-            self.leased
-                .insert(sequence, (item.charge.bytes, item.min_version));
-            items.push((sequence, item));
+            let (key, version, item) = self.ready.pop_first()?;
+            self.leased.insert(key.sequence, (key.bytes, version));
+            items.push((key.sequence, item));
         }
         Some(items)
     }
@@ -146,7 +163,9 @@ struct Shared {
     budget: Budget,
     pool: Pool,
     /// What has come in and is not in the index yet, in order of completion.
-    arrivals: Ring<Arc<Item>>,
+    arrivals: Ring<Arrival>,
+    /// What was retired and is still to be freed; counts against the budget until then.
+    unfreed: Unfreed,
     /// As `Index::closed`, for those who do not hold the lock.
     closed: AtomicBool,
     /// Lengths of the queues, for those who do not hold the lock.
@@ -157,9 +176,12 @@ struct Shared {
 
 /// Places of the ring; whoever finds it full empties it into the index.
 #[cfg(not(loom))]
-const MAX_ARRIVALS: usize = 1024;
+const MAX_ARRIVALS: usize = 512;
 #[cfg(loom)]
 const MAX_ARRIVALS: usize = 2;
+
+/// What a call that waits for room frees before it looks again.
+const FREED_FOR_ROOM: usize = 8;
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Index> {
@@ -177,16 +199,18 @@ impl Shared {
     #[must_use = "to be dropped without the lock"]
     fn collect(&self, index: &mut Index) -> Vec<Arc<Item>> {
         let mut late = Vec::new();
-        while let Some(item) = self.arrivals.pop() {
+        while let Some(arrival) = self.arrivals.pop() {
             let sequence = index.next_sequence;
             index.next_sequence += 1;
             index.received += 1;
             if index.closed {
                 index.drop_count("closed", 1);
                 self.budget.release_place();
-                late.push(item);
+                late.push(arrival.item);
             } else {
-                index.ready.insert(sequence, item.min_version, item);
+                let bytes = arrival.bytes;
+                let key = Key { sequence, bytes };
+                index.ready.insert(key, arrival.min_version, arrival.item);
             }
         }
         late
@@ -208,7 +232,8 @@ impl Shared {
             }
         }
         if let Some(putter) = index.putters.front() {
-            if self.budget.fits(putter.need) || (self.limits.drops() && index.ready.len() > 0) {
+            let room = self.budget.fits(putter.need) || self.unfreed.len() > 0;
+            if room || (self.limits.drops() && index.ready.len() > 0) {
                 putter.tell();
             }
         }
@@ -250,7 +275,7 @@ impl Shared {
 
     /// Takes the next victim of the policy out; the caller drops it without the lock.
     fn evict(&self, index: &mut Index) -> Option<Arc<Item>> {
-        let (_, item) = match self.limits.policy {
+        let (_, _, item) = match self.limits.policy {
             Policy::Block | Policy::Reject => None,
             Policy::DropOldest => index.ready.pop_first(),
             Policy::DropStalest => index.ready.pop_stalest(),
@@ -289,6 +314,10 @@ impl Shared {
         if self.budget.reserve(bytes) {
             return Attempt::Done(());
         }
+        let unfreed = self.unfreed.take(FREED_FOR_ROOM);
+        if !unfreed.is_empty() {
+            return Attempt::Unfreed(unfreed);
+        }
         self.gather(index);
         match self.evict(index) {
             Some(victim) => Attempt::Evicted(victim),
@@ -314,7 +343,7 @@ impl Shared {
         }
         let items: Vec<_> = std::iter::from_fn(|| index.ready.pop_first())
             .take(n)
-            .map(|(_, item)| item)
+            .map(|(_, _, item)| item)
             .collect();
         index.committed += items.len() as u64;
         self.budget.release_places(items.len());
@@ -392,6 +421,7 @@ impl Buffer {
                 budget: Budget::new(limits.max_trajectories, limits.max_bytes),
                 pool: Pool::new(),
                 arrivals: Ring::new(arrivals.next_power_of_two()),
+                unfreed: Unfreed::new(),
                 closed: AtomicBool::new(false),
                 waiting_takes: AtomicUsize::new(0),
                 waiting_puts: AtomicUsize::new(0),
@@ -454,7 +484,7 @@ impl Buffer {
         if shared.waiting_puts.load(Ordering::SeqCst) > 0 {
             return Ok(false);
         }
-        if !shared.budget.reserve(bytes) {
+        if !shared.reserve(bytes) {
             // What failed may have held a place for a moment, in the way of one that parked meanwhile.
             shared.room_was_made();
             return Ok(false);
@@ -471,7 +501,9 @@ impl Buffer {
         let shared = &self.shared;
         shared.check_count(n)?;
         let attempt = |index: &mut Index| shared.try_drain(index, n);
-        self.enter(Side::Take, n, pace, &mut Vec::new(), attempt)
+        let items = self.enter(Side::Take, n, pace, &mut Vec::new(), attempt)?;
+        shared.free_some();
+        Ok(items)
     }
 
     /// [`Self::drain`] without waiting: none when fewer than `n` are ready or others wait for theirs.
@@ -491,6 +523,7 @@ impl Buffer {
         let items = shared.try_drain(&mut index, n);
         shared.wake(&index);
         drop(index);
+        shared.free_some();
         Ok(match items {
             Attempt::Done(items) => Some(items),
             _ => None,
@@ -551,46 +584,6 @@ impl Buffer {
         Ok(Waiter::new(&self.shared, Side::Put, bytes, call))
     }
 
-    /// Tells the current policy version and drops ready trajectories older than `keep_from`, reason `stale`; gives those
-    /// that were dropped. They are freed when the caller drops them.
-    ///
-    /// # Errors
-    /// [`Error::Validation`] when the version goes back; [`Error::Closed`].
-    pub fn retire(&self, version: i64, keep_from: Option<i64>) -> Result<Vec<Arc<Item>>> {
-        let shared = &self.shared;
-        let mut index = shared.lock();
-        if index.closed {
-            return Err(closed());
-        }
-        if version < index.version {
-            return Err(invalid(format!(
-                "version: {version} is below the current version {}",
-                index.version
-            )));
-        }
-        index.version = version;
-        let mut old = Vec::new();
-        if let Some(keep_from) = keep_from {
-            shared.gather(&mut index);
-            old = index.ready.retire(keep_from);
-            let count = old.iter().map(VecDeque::len).sum();
-            index.drop_count("stale", count);
-            shared.budget.release_places(count);
-            shared.wake(&index);
-        }
-        drop(index);
-        Ok(old.into_iter().flatten().map(|(_, item)| item).collect())
-    }
-
-    /// As [`Self::retire`], and gives the headers of those that were dropped.
-    ///
-    /// # Errors
-    /// As [`Self::retire`].
-    pub fn advance(&self, version: i64, keep_from: Option<i64>) -> Result<Vec<Vec<u8>>> {
-        let old = self.retire(version, keep_from)?;
-        Ok(old.iter().map(|item| item.header().to_vec()).collect())
-    }
-
     /// Ends the buffer: everybody who waits gets [`Error::Closed`], what is ready is freed (reason `closed`). Leases and
     /// views stay valid. A second call changes nothing.
     pub fn close(&self) {
@@ -609,6 +602,7 @@ impl Buffer {
         }
         drop(index);
         drop((late, ready));
+        shared.free_all();
         shared.bound_pool();
     }
 
@@ -623,50 +617,13 @@ impl Buffer {
             leased,
             copying: shared.budget.places().saturating_sub(ready + leased),
             bytes: shared.budget.bytes(),
+            unfreed: shared.unfreed.len(),
             received: index.received,
             committed: index.committed,
             dropped: index.dropped.clone(),
             waiting: (index.takers.len(), index.putters.len()),
             version: index.version,
             closed: index.closed,
-        }
-    }
-
-    /// Every trajectory held, in order of completion; for inspection.
-    ///
-    /// It is taken in parts, so that nobody waits long for it: what is there all the while is in it once, what comes,
-    /// goes or changes hands meanwhile may be in it, in its state of one moment.
-    pub fn snapshot(&self) -> Vec<Entry> {
-        const PART: u64 = 512;
-        let shared = &self.shared;
-        let (mut entries, mut from) = (Vec::new(), 0);
-        let mut end = None;
-        loop {
-            let mut index = shared.lock();
-            shared.gather(&mut index);
-            let end = *end.get_or_insert(index.next_sequence);
-            let leased = index.leased.range(from..).next().map(|(&next, _)| next);
-            let next = index.ready.next_from(from).into_iter().chain(leased).min();
-            let Some(start) = next.filter(|&next| next < end) else {
-                return entries;
-            };
-            let stop = (start + PART).min(end);
-            let first = entries.len();
-            let entry = |sequence, leased, bytes, min_version| Entry {
-                sequence,
-                leased,
-                bytes,
-                min_version,
-            };
-            let ready = index.ready.window(start, stop);
-            entries.extend(
-                ready.map(|(at, version, item)| entry(at, false, item.charge.bytes, version)),
-            );
-            let leased = index.leased.range(start..stop);
-            entries.extend(leased.map(|(&at, &(bytes, version))| entry(at, true, bytes, version)));
-            drop(index);
-            entries[first..].sort_unstable_by_key(|entry| entry.sequence);
-            from = stop;
         }
     }
 
@@ -705,17 +662,20 @@ impl Buffer {
             match attempted {
                 Attempt::Done(value) => break Ok(value),
                 Attempt::Failed(error) => break Err(error),
-                Attempt::Evicted(_) | Attempt::Wait if !queued => {
+                Attempt::Evicted(_) | Attempt::Unfreed(_) | Attempt::Wait if !queued => {
                     shared.join(&mut index, side, &ticket);
                     queued = true;
                 }
                 _ => {}
             }
-            if let Attempt::Evicted(victim) = attempted {
-                // Its bytes come back when it is dropped, which takes the lock.
+            let room = matches!(attempted, Attempt::Evicted(_) | Attempt::Unfreed(_));
+            if room {
+                // Bytes come back when what held them is dropped, which takes the lock.
                 drop(index);
-                evicted.push(victim.header().to_vec());
-                drop(victim);
+                if let Attempt::Evicted(victim) = &attempted {
+                    evicted.push(victim.header().to_vec());
+                }
+                drop(attempted);
                 index = shared.lock();
             } else if let Some(pause) = pause.take() {
                 index = condition
@@ -758,5 +718,7 @@ enum Attempt<T> {
     Done(T),
     Failed(Error),
     Evicted(Arc<Item>),
+    /// What was retired before and is to be freed now, without the lock.
+    Unfreed(Vec<Arc<Item>>),
     Wait,
 }

@@ -1,4 +1,4 @@
-//! What is ready and what is leased, by version and by order of completion.
+//! What is ready, by version and by order of completion.
 //!
 //! One bucket of trajectories per policy version, each in order of completion, and the fronts of the buckets in order:
 //! the next in order, the next of the oldest version and the retirement of whole versions all cost the logarithm of the
@@ -6,10 +6,53 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
+/// What is known of a trajectory without touching its memory, which is cold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Key {
+    pub(crate) sequence: u64,
+    pub(crate) bytes: usize,
+}
+
+/// Trajectories of one version in order of completion. Their keys lie by themselves, so that a range of them is copied
+/// as plain numbers.
+#[derive(Debug)]
+pub(crate) struct Bucket<T> {
+    keys: VecDeque<Key>,
+    pub(crate) items: VecDeque<T>,
+}
+
+impl<T> Bucket<T> {
+    fn new() -> Self {
+        Self {
+            keys: VecDeque::new(),
+            items: VecDeque::new(),
+        }
+    }
+
+    fn front(&self) -> Option<u64> {
+        self.keys.front().map(|key| key.sequence)
+    }
+
+    fn back(&self) -> Option<u64> {
+        self.keys.back().map(|key| key.sequence)
+    }
+
+    /// How many come before `sequence`.
+    fn before(&self, sequence: u64) -> usize {
+        match (self.front(), self.back()) {
+            (Some(front), _) if front >= sequence => 0,
+            (_, Some(back)) if back >= sequence => {
+                self.keys.partition_point(|key| key.sequence < sequence)
+            }
+            _ => self.keys.len(),
+        }
+    }
+}
+
 /// Trajectories by version and sequence number; `T` is what is kept for each.
 #[derive(Debug)]
 pub(crate) struct Ready<T> {
-    buckets: BTreeMap<i64, VecDeque<(u64, T)>>,
+    buckets: BTreeMap<i64, Bucket<T>>,
     fronts: BTreeSet<(u64, i64)>,
     len: usize,
 }
@@ -28,43 +71,39 @@ impl<T> Ready<T> {
     }
 
     /// Puts a trajectory at its place in the order, which mostly is the end.
-    pub(crate) fn insert(&mut self, sequence: u64, version: i64, item: T) {
-        let bucket = self.buckets.entry(version).or_default();
-        let front = bucket.front().map(|&(front, _)| front);
-        let at = match bucket.back() {
-            Some(&(back, _)) if back > sequence => {
-                bucket.partition_point(|&(other, _)| other < sequence)
-            }
-            _ => bucket.len(),
-        };
-        bucket.insert(at, (sequence, item));
+    pub(crate) fn insert(&mut self, key: Key, version: i64, item: T) {
+        let bucket = self.buckets.entry(version).or_insert_with(Bucket::new);
+        let front = bucket.front();
+        let at = bucket.before(key.sequence);
+        bucket.keys.insert(at, key);
+        bucket.items.insert(at, item);
         if at == 0 {
             if let Some(front) = front {
                 self.fronts.remove(&(front, version));
             }
-            self.fronts.insert((sequence, version));
+            self.fronts.insert((key.sequence, version));
         }
         self.len += 1;
     }
 
-    /// Takes out the first in order.
-    pub(crate) fn pop_first(&mut self) -> Option<(u64, T)> {
+    /// Takes out the first in order, with its version.
+    pub(crate) fn pop_first(&mut self) -> Option<(Key, i64, T)> {
         let &(_, version) = self.fronts.first()?;
         self.pop_of(version)
     }
 
     /// Takes out the first of the oldest version.
-    pub(crate) fn pop_stalest(&mut self) -> Option<(u64, T)> {
+    pub(crate) fn pop_stalest(&mut self) -> Option<(Key, i64, T)> {
         let version = *self.buckets.first_key_value()?.0;
         self.pop_of(version)
     }
 
-    fn pop_of(&mut self, version: i64) -> Option<(u64, T)> {
+    fn pop_of(&mut self, version: i64) -> Option<(Key, i64, T)> {
         let bucket = self.buckets.get_mut(&version)?;
-        let (sequence, item) = bucket.pop_front()?;
-        self.fronts.remove(&(sequence, version));
+        let (key, item) = (bucket.keys.pop_front()?, bucket.items.pop_front()?);
+        self.fronts.remove(&(key.sequence, version));
         match bucket.front() {
-            Some(&(next, _)) => {
+            Some(next) => {
                 self.fronts.insert((next, version));
             }
             None => {
@@ -72,21 +111,21 @@ impl<T> Ready<T> {
             }
         }
         self.len -= 1;
-        Some((sequence, item))
+        Some((key, version, item))
     }
 
     /// Takes out all of versions below `keep_from`, whole buckets at a time.
-    pub(crate) fn retire(&mut self, keep_from: i64) -> Vec<VecDeque<(u64, T)>> {
+    pub(crate) fn retire(&mut self, keep_from: i64) -> Vec<Bucket<T>> {
         let mut retired = Vec::new();
         while let Some(entry) = self.buckets.first_entry() {
             if *entry.key() >= keep_from {
                 break;
             }
             let (version, bucket) = entry.remove_entry();
-            if let Some(&(front, _)) = bucket.front() {
+            if let Some(front) = bucket.front() {
                 self.fronts.remove(&(front, version));
             }
-            self.len -= bucket.len();
+            self.len -= bucket.items.len();
             retired.push(bucket);
         }
         retired
@@ -94,28 +133,32 @@ impl<T> Ready<T> {
 
     /// The first sequence number not below `from`.
     pub(crate) fn next_from(&self, from: u64) -> Option<u64> {
-        let next = |bucket: &VecDeque<(u64, T)>| {
-            let at = bucket.partition_point(|&(sequence, _)| sequence < from);
-            bucket.get(at).map(|&(sequence, _)| sequence)
-        };
+        let next = |bucket: &Bucket<T>| Some(bucket.keys.get(bucket.before(from))?.sequence);
         self.buckets.values().filter_map(next).min()
     }
 
-    /// All with sequence numbers in `from..to`, bucket by bucket.
-    pub(crate) fn window(&self, from: u64, to: u64) -> impl Iterator<Item = (u64, i64, &T)> {
-        self.buckets.iter().flat_map(move |(&version, bucket)| {
-            let start = bucket.partition_point(|&(sequence, _)| sequence < from);
-            let entries = bucket.range(start..);
-            entries
-                .take_while(move |(sequence, _)| *sequence < to)
-                .map(move |(sequence, item)| (*sequence, version, item))
-        })
+    /// Appends the keys with sequence numbers in `from..to`, bucket by bucket; `runs` says which version the keys up to
+    /// which position have.
+    pub(crate) fn window(
+        &self,
+        from: u64,
+        to: u64,
+        keys: &mut Vec<Key>,
+        runs: &mut Vec<(i64, usize)>,
+    ) {
+        for (&version, bucket) in &self.buckets {
+            let (start, stop) = (bucket.before(from), bucket.before(to));
+            if start < stop {
+                keys.extend(bucket.keys.range(start..stop));
+                runs.push((version, keys.len()));
+            }
+        }
     }
 }
 
 #[cfg(all(test, not(loom)))]
 mod tests {
-    use super::Ready;
+    use super::{Key, Ready};
     use proptest::prelude::*;
     use std::collections::BTreeMap;
 
@@ -139,6 +182,11 @@ mod tests {
         prop::collection::vec(op, 0..200)
     }
 
+    fn key(sequence: u64) -> Key {
+        let bytes = sequence as usize * 7;
+        Key { sequence, bytes }
+    }
+
     proptest! {
         #[test]
         fn it_is_an_ordered_map_with_a_second_order(ops in ops()) {
@@ -147,31 +195,33 @@ mod tests {
             for op in ops {
                 match op {
                     Op::Insert(version) => {
-                        ready.insert(next, version, version);
+                        ready.insert(key(next), version, version);
                         model.insert(next, version);
                         next += 1;
                     }
                     Op::PutBack => if let Some((sequence, version)) = out.pop() {
-                        ready.insert(sequence, version, version);
+                        ready.insert(key(sequence), version, version);
                         model.insert(sequence, version);
                     },
                     Op::First => {
                         let got = ready.pop_first();
-                        prop_assert_eq!(got, model.pop_first());
-                        out.extend(got);
+                        let want = model.pop_first();
+                        prop_assert_eq!(got, want.map(|(s, v)| (key(s), v, v)));
+                        out.extend(want);
                     }
                     Op::Stalest => {
                         let want = model.iter().map(|(&s, &v)| (v, s)).min().map(|(v, s)| (s, v));
                         if let Some((sequence, _)) = want { model.remove(&sequence); }
                         let got = ready.pop_stalest();
-                        prop_assert_eq!(got, want);
-                        out.extend(got);
+                        prop_assert_eq!(got, want.map(|(s, v)| (key(s), v, v)));
+                        out.extend(want);
                     }
                     Op::Retire(keep_from) => {
-                        let mut got: Vec<(u64, i64)> = ready.retire(keep_from).into_iter().flatten().collect();
-                        got.sort_unstable();
-                        let want: Vec<(u64, i64)> =
-                            model.iter().filter(|(_, &v)| v < keep_from).map(|(&s, &v)| (s, v)).collect();
+                        let got: Vec<(Key, i64)> =
+                            ready.retire(keep_from).into_iter().flat_map(|of| of.keys.into_iter().zip(of.items)).collect();
+                        let mut want: Vec<(Key, i64)> =
+                            model.iter().filter(|(_, &v)| v < keep_from).map(|(&s, &v)| (key(s), v)).collect();
+                        want.sort_by_key(|&(_, version)| version);
                         model.retain(|_, v| *v >= keep_from);
                         prop_assert_eq!(got, want);
                     }
@@ -179,9 +229,17 @@ mod tests {
                 prop_assert_eq!(ready.len(), model.len());
                 let middle = next / 2;
                 prop_assert_eq!(ready.next_from(middle), model.range(middle..).next().map(|(&s, _)| s));
-                let mut window: Vec<(u64, i64)> = ready.window(middle, next).map(|(s, v, _)| (s, v)).collect();
+                let (mut keys, mut runs, stop) = (Vec::new(), Vec::new(), next - next / 4);
+                ready.window(middle, stop, &mut keys, &mut runs);
+                let (mut window, mut from) = (Vec::new(), 0);
+                for (version, to) in runs {
+                    window.extend(keys[from..to].iter().map(|&of| (of.sequence, version)));
+                    prop_assert!(keys[from..to].iter().all(|&of| of == key(of.sequence)));
+                    from = to;
+                }
+                prop_assert_eq!(from, keys.len());
                 window.sort_unstable();
-                prop_assert!(window.into_iter().eq(model.range(middle..).map(|(&s, &v)| (s, v))));
+                prop_assert!(window.into_iter().eq(model.range(middle..stop).map(|(&s, &v)| (s, v))));
             }
         }
     }

@@ -267,6 +267,123 @@ fn payloads_start_at_a_multiple_of_64() {
     }
 }
 
+/// A buffer full of `count` of version 0, each of `bytes`, with the header of its number.
+fn full(count: usize, bytes: usize, policy: Policy) -> Buffer {
+    let buffer = buffer(count, count * bytes, policy);
+    for number in 0..count as u64 {
+        buffer
+            .put(
+                &number.to_le_bytes(),
+                &vec![0; bytes - 8],
+                0,
+                &mut at_once(),
+            )
+            .expect("there is room");
+    }
+    buffer
+}
+
+#[test]
+fn much_that_is_retired_is_freed_by_and_by() {
+    let buffer = full(1000, 16, Policy::Block);
+    assert_eq!(buffer.retire(1, Some(1)).expect("open"), 1000);
+    let stats = buffer.stats();
+    assert_eq!((stats.ready, stats.dropped["stale"]), (0, 1000));
+    assert_eq!(
+        (stats.unfreed, stats.bytes, stats.copying),
+        (936, 936 * 16, 0)
+    );
+    // Each put and each take that comes later frees two.
+    for _ in 0..10 {
+        buffer
+            .put(&[1; 8], &[], 1, &mut at_once())
+            .expect("there is room");
+    }
+    let stats = buffer.stats();
+    assert_eq!((stats.unfreed, stats.bytes), (916, 916 * 16 + 80));
+    buffer.take(3, &mut at_once()).expect("ready");
+    buffer.try_take(3).expect("open").expect("ready");
+    buffer.try_drain(3).expect("open").expect("ready");
+    assert_eq!(buffer.stats().unfreed, 910);
+    buffer.close();
+    let stats = buffer.stats();
+    assert_eq!((stats.unfreed, stats.bytes), (0, 0));
+}
+
+#[test]
+fn whoever_needs_the_room_of_what_was_retired_gets_it_at_once() {
+    for policy in [
+        Policy::Block,
+        Policy::Reject,
+        Policy::DropOldest,
+        Policy::DropStalest,
+    ] {
+        let buffer = full(1000, 16, policy);
+        assert_eq!(
+            buffer.advance(1, Some(1)).expect("open")[999],
+            999u64.to_le_bytes()
+        );
+        // More than one call frees by the way, and nothing that is ready goes for it.
+        let room = |bytes: usize| vec![0u8; bytes];
+        let dropped = buffer
+            .put(&[], &room(8000), 1, &mut at_once())
+            .expect("there is room");
+        assert_eq!((dropped.len(), buffer.stats().ready), (0, 1));
+        let dropped = buffer
+            .put(&[], &room(8000), 1, &mut at_once())
+            .expect("there is room");
+        assert_eq!((dropped.len(), buffer.stats().ready), (0, 2));
+        let stats = buffer.stats();
+        assert_eq!((stats.unfreed, stats.bytes), (0, 16_000));
+    }
+}
+
+#[test]
+fn a_producer_that_waits_is_told_of_what_was_retired() {
+    within(30, || {
+        for _ in 0..50 {
+            let buffer = full(300, 16, Policy::Block);
+            std::thread::scope(|scope| {
+                let producer = scope.spawn(|| {
+                    buffer
+                        .put(&[], &[0; 4000], 1, &mut events_only())
+                        .expect("room comes")
+                });
+                while buffer.stats().waiting.1 == 0 {
+                    std::thread::yield_now();
+                }
+                assert_eq!(buffer.retire(1, Some(1)).expect("open"), 300);
+                assert_eq!(producer.join().expect("no panic").len(), 0);
+            });
+            let stats = buffer.stats();
+            assert!(stats.bytes == 4000 + 16 * stats.unfreed && stats.bytes <= 4800);
+        }
+    });
+}
+
+#[test]
+fn retired_memory_that_is_still_viewed_stays_charged() {
+    let buffer = full(200, 16, Policy::Block);
+    let lease = buffer
+        .take(1, &mut at_once())
+        .expect("ready")
+        .pop()
+        .expect("one");
+    let viewed = lease.item().expect("open").clone();
+    lease.give_back();
+    buffer.retire(1, Some(1)).expect("open");
+    assert!(matches!(
+        buffer.put(&[], &[0; 200 * 16], 1, &mut at_once()),
+        Err(Error::Deadline(_))
+    ));
+    let stats = buffer.stats();
+    assert_eq!((stats.unfreed, stats.bytes), (0, 16));
+    drop(viewed);
+    buffer
+        .put(&[], &[0; 200 * 16], 1, &mut at_once())
+        .expect("there is room");
+}
+
 #[derive(Clone, Debug)]
 enum Step {
     Put { bytes: usize, version: i64 },

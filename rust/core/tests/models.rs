@@ -132,7 +132,7 @@ fn retiring_meets_a_take_and_a_give_back() {
                     .map_or(0, |leases| leases.into_iter().map(|l| l.commit()).count())
             })
         };
-        let retired = buffer.retire(2, Some(1)).unwrap().len();
+        let retired = buffer.retire(2, Some(1)).unwrap();
         let taken = consumer.join().unwrap();
         let stats = buffer.stats();
         assert_eq!(
@@ -140,7 +140,47 @@ fn retiring_meets_a_take_and_a_give_back() {
             retired as u64
         );
         assert_eq!(stats.ready + retired + taken, 2);
-        assert_eq!((stats.leased, stats.bytes), (0, 2 * stats.ready));
+        assert_eq!(stats.leased, 0);
+        assert_eq!(stats.bytes, 2 * (stats.ready + stats.unfreed));
+    });
+}
+
+/// Memory that was retired and is not freed yet is room for a producer that waits, whoever of the two comes first.
+#[test]
+fn what_was_retired_is_room_for_a_put() {
+    check(|| {
+        let buffer = buffer(2, 2, Policy::Block);
+        put(&buffer, 0);
+        let producer = {
+            let buffer = buffer.clone();
+            thread::spawn(move || put(&buffer, 1))
+        };
+        assert_eq!(buffer.retire(1, Some(1)).unwrap(), 1);
+        producer.join().unwrap();
+        let stats = buffer.stats();
+        assert_eq!((stats.ready, stats.unfreed, stats.bytes), (1, 0, 2));
+    });
+}
+
+/// The end meets a new version: what was retired is freed, whoever of the two comes last.
+#[test]
+fn closing_meets_retiring() {
+    check(|| {
+        let buffer = buffer(2, 4, Policy::Block);
+        put(&buffer, 0);
+        let learner = {
+            let buffer = buffer.clone();
+            thread::spawn(move || buffer.retire(1, Some(1)).is_ok())
+        };
+        buffer.close();
+        let reason = if learner.join().unwrap() {
+            "stale"
+        } else {
+            "closed"
+        };
+        let stats = buffer.stats();
+        assert_eq!((stats.bytes, stats.unfreed), (0, 0));
+        assert_eq!(stats.dropped.get(reason), Some(&1));
     });
 }
 

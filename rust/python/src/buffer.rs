@@ -212,9 +212,7 @@ impl Buffer {
 
     #[pyo3(signature = (version, keep_from=None))]
     fn retire(&self, py: Python<'_>, version: i64, keep_from: Option<i64>) -> PyResult<usize> {
-        // The memory is freed here, without the GIL.
-        let retire = || Ok(self.buffer.retire(version, keep_from)?.len());
-        py.detach(|| guard(retire))
+        py.detach(|| guard(|| self.buffer.retire(version, keep_from)))
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
@@ -224,6 +222,7 @@ impl Buffer {
         result.set_item("leased", stats.leased)?;
         result.set_item("copying", stats.copying)?;
         result.set_item("bytes", stats.bytes)?;
+        result.set_item("unfreed", stats.unfreed)?;
         result.set_item("received", stats.received)?;
         result.set_item("committed", stats.committed)?;
         result.set_item("dropped", stats.dropped)?;

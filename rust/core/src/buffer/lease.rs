@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use super::item::{Content, Item};
-use super::{closed, Charge, Items, Shared};
+use super::{closed, Arrival, Charge, Items, Shared};
+use crate::index::Key;
 use crate::sync::{fence, Ordering};
 use crate::Result;
 
@@ -24,6 +25,8 @@ impl Slot {
             Some(charge) => charge.shared.clone(),
             None => return Ok(()),
         };
+        // Before the copy, which may then use what was freed.
+        shared.free_some();
         shared.bound_pool();
         let stored = content.store(&shared.pool)?;
         if shared.closed.load(Ordering::SeqCst) {
@@ -32,13 +35,19 @@ impl Slot {
         let Some(charge) = self.charge.take() else {
             return Ok(());
         };
-        let mut item = Arc::new(Item {
+        let bytes = charge.bytes;
+        let item = Arc::new(Item {
             stored,
             min_version,
             charge,
         });
-        while let Err(back) = shared.arrivals.push(item) {
-            item = back;
+        let mut arrival = Arrival {
+            min_version,
+            bytes,
+            item,
+        };
+        while let Err(back) = shared.arrivals.push(arrival) {
+            arrival = back;
             let mut index = shared.lock();
             let late = shared.collect(&mut index);
             drop(index);
@@ -110,9 +119,11 @@ impl Lease {
             }
             shared.budget.release_place();
         } else {
-            index
-                .ready
-                .insert(self.sequence, item.min_version, item.clone());
+            let key = Key {
+                sequence: self.sequence,
+                bytes: item.charge.bytes,
+            };
+            index.ready.insert(key, item.min_version, item.clone());
         }
         shared.gather(&mut index);
         shared.wake(&index);
@@ -128,6 +139,7 @@ impl Drop for Lease {
 }
 
 pub(super) fn leases(shared: &Arc<Shared>, items: Items) -> Vec<Lease> {
+    shared.free_some();
     let lease = |(sequence, item)| Lease {
         shared: shared.clone(),
         sequence,

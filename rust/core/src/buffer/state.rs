@@ -71,6 +71,8 @@ pub struct Stats {
     pub copying: usize,
     /// Bytes held, views of committed trajectories included.
     pub bytes: usize,
+    /// Trajectories that were retired and whose memory is still to be freed; it is part of `bytes`.
+    pub unfreed: usize,
     /// Trajectories that came in.
     pub received: u64,
     /// Trajectories that were committed.

@@ -62,15 +62,15 @@ impl Waiter {
         let mut evicted = Vec::new();
         loop {
             let done = self.attempt(|shared, index, need| match shared.try_room(index, need) {
-                Attempt::Done(()) => Attempt::Done(None),
-                Attempt::Evicted(victim) => Attempt::Done(Some(victim)),
                 Attempt::Failed(error) => Attempt::Failed(error),
                 Attempt::Wait => Attempt::Wait,
+                other => Attempt::Done(other),
             })?;
             match done {
                 None => return Ok(None),
-                Some(Some(victim)) => evicted.push(victim.header().to_vec()),
-                Some(None) => break,
+                Some(Attempt::Evicted(victim)) => evicted.push(victim.header().to_vec()),
+                Some(Attempt::Unfreed(items)) => drop(items),
+                Some(_) => break,
             }
         }
         Slot::new(self.shared.clone(), bytes).publish(content, min_version)?;
@@ -91,7 +91,7 @@ impl Waiter {
         match attempt(&self.shared, &mut index, self.ticket.need) {
             Attempt::Done(value) => Ok(Some(value)),
             Attempt::Failed(error) => Err(error),
-            Attempt::Evicted(_) | Attempt::Wait => Ok(None),
+            Attempt::Evicted(_) | Attempt::Unfreed(_) | Attempt::Wait => Ok(None),
         }
     }
 }
