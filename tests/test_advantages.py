@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import signal
 from typing import Any
 
 import numpy as np
@@ -340,8 +342,9 @@ def test_inserted_observations_change_nothing(
 
     adv, tgt, _ = run(trajectories, rewards, **chosen)
     adv_wide, tgt_wide, _ = run([[pad(m, v) for m, v in t] for t in trajectories], rewards, **chosen)
-    assert [a[:: width + 1] for a in adv_wide] == adv
-    assert [a[:: width + 1] for a in tgt_wide] == tgt
+    # Neighbouring actions go through the recurrence several at a time, which may round the last bit differently.
+    close([a[:: width + 1] for a in adv_wide], adv, 1e-5)
+    close([a[:: width + 1] for a in tgt_wide], tgt, 1e-5)
 
 
 @given(batches(), options)
@@ -416,6 +419,24 @@ def test_threads_change_no_bit() -> None:
     for threads in (2, 3, 7, 64):
         for a, b in zip(want, advantages(*arguments, threads=threads), strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def test_threads_work_on_in_a_forked_process() -> None:
+    n = 300_000
+    rng = np.random.default_rng(4)
+    cuts = np.arange(0, n + 1, n // 30)
+    arguments = (rng.standard_normal(n).astype(np.float32), rng.random(n) < 0.5, cuts, np.arange(31), np.ones(30))
+    want = advantages(*arguments, threads=2)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)  # kills it if it waits for threads that are not there
+        same = all(
+            np.array_equal(a, b)
+            for _ in range(50)
+            for a, b in zip(want, advantages(*arguments, threads=2), strict=True)
+        )
+        os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_long_sequences_do_not_drift() -> None:

@@ -55,7 +55,7 @@ fn gae() {
         skip_observations: true,
     };
     let (mut out, mut targets) = (vec![0.0; n], vec![0.0; n]);
-    measured(|| advantages(&batch, &parameters, 1, &mut out, &mut targets)).expect("valid");
+    measured(|| advantages(&batch, &parameters, 1, false, &mut out, &mut targets)).expect("valid");
 }
 
 fn wire(decoding: bool) {

@@ -4,7 +4,11 @@
 //! (SAO, arXiv 2607.07508, Eq. 4-5). `V` at an action token is the value of the prefix before it. Credit crosses
 //! context compactions as [`CrossSegment`] says (`CompactionRL`, arXiv 2607.05378, Eq. 13-15).
 
+use std::collections::VecDeque;
+use std::sync::{Mutex, PoisonError};
+
 use crate::cpu::wide;
+use crate::crew::together;
 use crate::{Error, Result};
 
 /// How credit crosses the cuts between the segments of one trajectory.
@@ -77,12 +81,20 @@ pub struct Batch<'a> {
     pub turn_rewards: (&'a [i64], &'a [f32]),
 }
 
+/// Tokens that a further thread must find to be worth its waking, which takes as long as one thread takes for most of
+/// them.
+const TOKENS_A_THREAD: usize = 100_000;
+/// Tokens, about, that a thread takes at a time, if no single trajectory has more.
+const TOKENS_A_SHARE: usize = 8192;
+
 /// Writes advantages and critic targets of the action tokens of `batch` and gives the policy lambda of each trajectory
-/// (NaN: it has no action token and takes no part). Other tokens of the outputs are left as they are.
+/// (NaN: it has no action token and takes no part). Other tokens of the outputs become 0 if `clear`, and are left as they
+/// are otherwise.
 ///
 /// A turn reward belongs to the segment it was earned in and is discounted there like any reward; with
 /// [`CrossSegment::Paper`] it therefore reaches earlier segments not at all and shares the factor of its own.
-/// Accumulates in float64. `threads` above 1 splits the trajectories over that many threads.
+/// Accumulates in float64. Up to `threads` threads share the trajectories, fewer if there is little to do; the results
+/// are the same to the bit.
 ///
 /// # Errors
 /// [`Error::Validation`] names the array, index and value that is wrong; the outputs are unspecified then.
@@ -90,85 +102,105 @@ pub fn advantages(
     batch: &Batch<'_>,
     parameters: &Parameters,
     threads: usize,
+    clear: bool,
     advantages: &mut [f32],
     targets: &mut [f32],
 ) -> Result<Vec<f64>> {
     check(batch, parameters, advantages.len(), targets.len())?;
     let turns = sorted_turns(batch)?;
-    let count = batch.rewards.len();
-    let mut lambdas = vec![0.0; count];
-    let threads = threads.clamp(1, count.max(1));
-    if threads == 1 {
-        let mut whole = Share {
-            first: 0,
-            advantages,
-            targets,
-            lambdas: &mut lambdas,
-        };
+    let mut lambdas = vec![0.0; batch.rewards.len()];
+    let mut whole = Share {
+        first: 0,
+        clear,
+        advantages,
+        targets,
+        lambdas: &mut lambdas,
+    };
+    let threads = threads.min(batch.values.len() / TOKENS_A_THREAD);
+    if threads < 2 {
         run(batch, parameters, &turns, &mut whole)?;
         return Ok(lambdas);
     }
-    let mut shares = split(batch, threads, advantages, targets, &mut lambdas).into_iter();
-    let turns = &turns;
-    let mut own = shares.next();
-    // Threads live for one call: a pool would not survive a fork, and starting one costs less than 0.1 ms.
-    std::thread::scope(|scope| {
-        let handles: Vec<_> = shares
-            .map(|mut share| scope.spawn(move || run(batch, parameters, turns, &mut share)))
-            .collect();
-        let first = own
-            .as_mut()
-            .map_or(Ok(()), |share| run(batch, parameters, turns, share));
-        // Errors are taken in order, so the first wrong trajectory is named however the threads ran.
-        let rest = handles
-            .into_iter()
-            .try_for_each(|handle| match handle.join() {
-                Ok(result) => result,
-                Err(panic) => std::panic::resume_unwind(panic),
-            });
-        first.and(rest)
-    })?;
-    Ok(lambdas)
+    let (shares, failed) = (Mutex::new(deal(split(batch, whole))), Mutex::new(None));
+    let caller = std::thread::current().id();
+    together(threads - 1, &|| loop {
+        let mut left = shares.lock().unwrap_or_else(PoisonError::into_inner);
+        let next = if std::thread::current().id() == caller {
+            left.pop_front()
+        } else {
+            left.pop_back()
+        };
+        drop(left);
+        let Some(mut share) = next else { return };
+        if let Err(error) = run(batch, parameters, &turns, &mut share) {
+            // The first wrong trajectory is named, however the threads ran.
+            let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+            match &*failed {
+                Some((first, _)) if *first < share.first => {}
+                _ => *failed = Some((share.first, error)),
+            }
+        }
+    });
+    match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        Some((_, error)) => Err(error),
+        None => Ok(lambdas),
+    }
 }
 
 /// Consecutive trajectories from `first` on, with their part of the outputs.
 struct Share<'a> {
     first: usize,
+    clear: bool,
     advantages: &'a mut [f32],
     targets: &'a mut [f32],
     lambdas: &'a mut [f64],
 }
 
-fn split<'a>(
-    batch: &Batch<'_>,
-    threads: usize,
-    mut advantages: &'a mut [f32],
-    mut targets: &'a mut [f32],
-    mut lambdas: &'a mut [f64],
-) -> Vec<Share<'a>> {
-    let tokens = batch.values.len();
-    let (mut shares, mut first, mut from) = (Vec::with_capacity(threads), 0, 0);
-    for part in 1..=threads {
-        let goal = tokens * part / threads;
-        let mut last = first;
-        while last < batch.rewards.len() && (part == threads || batch.token_start(last + 1) <= goal)
+fn split<'a>(batch: &Batch<'_>, whole: Share<'a>) -> Vec<Share<'a>> {
+    let (mut shares, mut rest) = (Vec::new(), whole);
+    while !rest.lambdas.is_empty() {
+        let start = batch.token_start(rest.first);
+        let mut count = 1;
+        while count < rest.lambdas.len()
+            && batch.token_start(rest.first + count) - start < TOKENS_A_SHARE
         {
-            last += 1;
+            count += 1;
         }
-        let to = batch.token_start(last);
-        let (a, t, l);
-        (a, advantages) = advantages.split_at_mut(to - from);
-        (t, targets) = targets.split_at_mut(to - from);
-        (l, lambdas) = lambdas.split_at_mut(last - first);
+        let tokens = batch.token_start(rest.first + count) - start;
+        let (advantages, more_advantages) = rest.advantages.split_at_mut(tokens);
+        let (targets, more_targets) = rest.targets.split_at_mut(tokens);
+        let (lambdas, more_lambdas) = rest.lambdas.split_at_mut(count);
         shares.push(Share {
-            first,
-            advantages: a,
-            targets: t,
-            lambdas: l,
+            first: rest.first,
+            clear: rest.clear,
+            advantages,
+            targets,
+            lambdas,
         });
-        (first, from) = (last, to);
+        rest = Share {
+            first: rest.first + count,
+            clear: rest.clear,
+            advantages: more_advantages,
+            targets: more_targets,
+            lambdas: more_lambdas,
+        };
     }
     shares
+}
+
+/// The longest at both ends, for threads that begin there: the short ones in the middle then even out who is done when,
+/// and from call to call a thread has mostly the same ones, some of whose memory it may still have at hand.
+fn deal(mut shares: Vec<Share<'_>>) -> VecDeque<Share<'_>> {
+    shares.sort_by_key(|share| share.targets.len());
+    let mut dealt = VecDeque::with_capacity(shares.len());
+    for (index, share) in shares.into_iter().enumerate() {
+        if index % 2 == 0 {
+            dealt.push_front(share);
+        } else {
+            dealt.push_back(share);
+        }
+    }
+    dealt
 }
 
 impl Batch<'_> {
@@ -207,10 +239,12 @@ fn run_body<const FMA: bool>(
         );
         let actions = count_actions(&batch.action_mask[from..to]);
         *lambda = parameters.lambda_policy.of(actions);
+        let mut walk = Walk::new(batch, parameters, trajectory, *lambda, advantages, targets);
+        walk.clear = share.clear;
         if actions > 0 {
-            let mut walk = Walk::new(batch, parameters, trajectory, *lambda, advantages, targets);
             walk.trajectory::<FMA>(turns)?;
         }
+        walk.clear_down_to(0);
     }
     Ok(())
 }
@@ -229,6 +263,9 @@ struct Walk<'a> {
     critic_decay: f64,
     advantages: &'a mut [f32],
     targets: &'a mut [f32],
+    /// Whether tokens that are no actions become 0, and down to where the outputs are done.
+    clear: bool,
+    done: usize,
     /// Multiplies the advantages of the segment at hand.
     factor: f64,
     next_value: f64,
@@ -258,6 +295,8 @@ impl<'a> Walk<'a> {
             gamma: parameters.gamma,
             decay: parameters.gamma * lambda,
             critic_decay: parameters.gamma * parameters.lambda_critic,
+            clear: false,
+            done: targets.len(),
             advantages,
             targets,
             factor: 1.0,
@@ -360,12 +399,22 @@ impl<'a> Walk<'a> {
         )))
     }
 
+    /// Nothing from here to what was written last is an action.
+    fn clear_down_to(&mut self, to: usize) {
+        if self.clear && to < self.done {
+            self.advantages[to..self.done].fill(0.0);
+            self.targets[to..self.done].fill(0.0);
+        }
+    }
+
     /// Action tokens `[from, to)`, not empty; `reward` is earned by the last.
     #[allow(clippy::inline_always)]
     #[inline(always)]
     fn piece<const FMA: bool>(&mut self, from: usize, to: usize, reward: f64) -> Result<()> {
         let values = &self.batch.values[from..to];
         let range = from - self.start..to - self.start;
+        self.clear_down_to(range.end);
+        self.done = range.start;
         let (mut advantages, mut targets) = (
             &mut self.advantages[range.clone()],
             &mut self.targets[range],

@@ -1,6 +1,6 @@
 //! Hot loops compiled twice: for any CPU of the target, and for one with AVX2 and FMA, chosen at run time.
 //!
-//! One of the three places with `unsafe` (the others are `ring` and `shared::region`): calling what was compiled for a CPU
+//! One of the four places with `unsafe` (the others are `ring`, `crew` and `shared::region`): calling what was compiled for a CPU
 //! that was found, and moving a line between memory and a register. The bodies themselves are safe code.
 
 /// `wide! { fn name(arguments) -> Result = body; }` defines `name`, which runs `body::<true>` compiled for AVX2 and FMA

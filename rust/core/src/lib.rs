@@ -1,5 +1,5 @@
 //! The experience core of `sao`: no Python, no sockets, no clock of its own.
-#![deny(unsafe_code)] // allowed in `cpu`, `ring` and `shared::region`
+#![deny(unsafe_code)] // allowed in `cpu`, `crew`, `ring` and `shared::region`
 
 pub mod advantage;
 mod balance;
@@ -9,6 +9,7 @@ pub mod buffer;
 mod checksum;
 mod compact;
 mod cpu;
+mod crew;
 mod descend;
 pub mod error;
 mod event;

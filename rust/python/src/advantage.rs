@@ -10,12 +10,26 @@ use crate::error::{guard, validation};
 /// Above this many tokens the GIL is released.
 const DETACH_TOKENS: usize = 100_000;
 
+/// Up to this many tokens all is done in the nearest cache.
+const CACHED_TOKENS: usize = 1 << 15;
+/// From this many tokens on, `NumPy` asks for huge pages of fresh memory, which is 0 without being written.
+const FRESH_TOKENS: usize = (4 << 20) / size_of::<f32>();
+
 type Outputs<'py> = (
     Bound<'py, PyArray1<f32>>,
     Bound<'py, PyArray1<f32>>,
     Bound<'py, PyArray1<f64>>,
 );
 type Turns<'py> = (PyReadonlyArray1<'py, i64>, PyReadonlyArray1<'py, f32>);
+
+/// An array that is 0, or one of whatever was in the memory, if every element of it is written anyway.
+fn output(py: Python<'_>, tokens: usize, written: bool) -> PyResult<Bound<'_, PyArray1<f32>>> {
+    if !written {
+        return Ok(PyArray1::zeros(py, tokens, false));
+    }
+    let empty = py.import("numpy")?.call_method1("empty", (tokens, "f4"))?;
+    Ok(empty.cast_into()?)
+}
 
 #[pyfunction]
 #[pyo3(signature = (
@@ -93,15 +107,15 @@ fn advantages<'py>(
         Ok(threads) if threads > 0 => threads,
         _ => return Err(validation(format!("threads: {threads} must be at least 1"))),
     };
-    // NumPy's own zeros: it asks for huge pages, which halves the time of a large batch.
-    let (out, targets) = (
-        PyArray1::<f32>::zeros(py, tokens, false),
-        PyArray1::<f32>::zeros(py, tokens, false),
-    );
+    let clear = (CACHED_TOKENS..FRESH_TOKENS).contains(&tokens);
+    let (out, targets) = (output(py, tokens, clear)?, output(py, tokens, clear)?);
     let (mut out_view, mut target_view) = (out.readwrite(), targets.readwrite());
     let (out_slice, target_slice) = (out_view.as_slice_mut()?, target_view.as_slice_mut()?);
-    let mut compute =
-        || guard(|| advantage::advantages(&batch, &parameters, threads, out_slice, target_slice));
+    let mut compute = || {
+        let compute =
+            || advantage::advantages(&batch, &parameters, threads, clear, out_slice, target_slice);
+        guard(compute)
+    };
     let lambdas = if tokens > DETACH_TOKENS {
         py.detach(compute)?
     } else {
