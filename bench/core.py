@@ -190,10 +190,11 @@ def processes(quick: bool) -> Iterator[Row]:
         if find_spec("echo") and find_spec("optree"):
             yield _echo(size, tokens, count)
         for how, make in makers.items():
-            fifo = make()
-            producers = [context.Process(target=_send, args=(fifo, size, count // 2)) for _ in range(2)]
+            fifo, begin = make(), context.Barrier(3)  # all begin at once
+            producers = [context.Process(target=_send, args=(fifo, size, count // 2, begin)) for _ in range(2)]
             for producer in producers:
                 producer.start()
+            begin.wait(60)
             stamps = []
             for _ in range(count // 2 * 2):
                 fifo.get(timeout=60)
@@ -207,8 +208,10 @@ def processes(quick: bool) -> Iterator[Row]:
             yield _ray(size, tokens, min(count, 300))
 
 
-def _send(fifo: Any, size: int, count: int) -> None:
+def _send(fifo: Any, size: int, count: int, begin: Any = None) -> None:
     payload = bytes(size)
+    if begin is not None:
+        begin.wait(60)
     for _ in range(count):
         fifo.put((b"h" * 400, payload), timeout=60)
 
@@ -221,9 +224,11 @@ def _echo(size: int, tokens: int, count: int) -> Row:
     server = echo.Server(example, batch_size=1, transport=echo.TcpTransport(0), num_buffers=16)
     server.start()
     context = multiprocessing.get_context("spawn")
-    producers = [context.Process(target=_send_echo, args=(server.port, size)) for _ in range(2)]
+    begin = context.Barrier(3)
+    producers = [context.Process(target=_send_echo, args=(server.port, size, begin)) for _ in range(2)]
     for producer in producers:
         producer.start()
+    begin.wait(60)
     stamps = []
     for _ in range(count):
         server.sample()
@@ -237,11 +242,12 @@ def _echo(size: int, tokens: int, count: int) -> Row:
     return row("2 producers, full speed", f"{tokens} tokens", "id-echo tcp", each, 1, "payload", note)
 
 
-def _send_echo(port: int, size: int) -> None:
+def _send_echo(port: int, size: int, begin: Any) -> None:
     import echo
 
     sample = {"header": np.zeros(400, np.uint8), "payload": np.zeros(size, np.uint8)}
     client = echo.TcpClient("127.0.0.1", port, sample)
+    begin.wait(60)
     while True:
         client.send(sample)
 
@@ -253,6 +259,8 @@ def _ray(size: int, tokens: int, count: int) -> Row:
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
     try:
         fifo = Queue(16)
+        rest = ray.remote(lambda: time.sleep(0.5))
+        ray.get([rest.remote() for _ in range(2)])  # two workers are there
         send = ray.remote(_send)
         tasks = [send.remote(fifo, size, count // 2) for _ in range(2)]
         stamps = []
