@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the models of the concurrent core under loom: `src/ring.rs`, `src/budget.rs`, `src/shared/` and `tests/models.rs`.
+# Runs the models of the concurrent core under loom: those in `src/` beside what they are of, and `tests/models.rs`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/loom"

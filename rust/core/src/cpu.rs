@@ -1,7 +1,7 @@
 //! Hot loops compiled twice: for any CPU of the target, and for one with AVX2 and FMA, chosen at run time.
 //!
-//! One of the four places with `unsafe` (the others are `ring`, `crew` and `shared::region`): calling what was compiled for a CPU
-//! that was found, and moving a line between memory and a register. The bodies themselves are safe code.
+//! `unsafe` is calling what was compiled for a CPU that was found, and moving a line between memory and a register. The
+//! bodies themselves are safe code.
 
 /// `wide! { fn name(arguments) -> Result = body; }` defines `name`, which runs `body::<true>` compiled for AVX2 and FMA
 /// where the CPU has both, else `body::<false>`. `body` must be `#[inline(always)]`, or it is not compiled anew.

@@ -1,9 +1,8 @@
 //! Other threads that lend a hand with work that is cut into pieces already.
 //!
-//! One of the four places with `unsafe` (the others are `cpu`, `ring` and `shared::region`). Helpers stay parked between
-//! calls. Whoever calls works too, from the first moment, and when no piece is left it lets nobody in any more: a helper
-//! that comes too late is not waited for, so a busy machine makes a call no slower than one thread is. That also holds
-//! after a fork, which leaves no helpers.
+//! Helpers stay parked between calls. Whoever calls works too, from the first moment, and when no piece is left it lets
+//! nobody in any more: a helper that comes too late is not waited for, so a busy machine makes a call no slower than one
+//! thread is. That also holds after a fork, which leaves no helpers.
 #![allow(unsafe_code)]
 
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -101,6 +100,8 @@ impl Crew {
         let work_for_all: &'static (dyn Fn() + Sync) = unsafe { std::mem::transmute(work) };
         state.job = Some(Job(work_for_all));
         state.places = helpers;
+        // A call that panics itself leaves unsaid that a helper did.
+        self.panicked.store(false, Ordering::Relaxed);
         drop(state);
         for _ in 0..helpers {
             self.come.notify_one();
@@ -269,6 +270,27 @@ mod tests {
         }));
         assert!(there.is_err());
         until_helped(&crew, &|| {});
+    }
+
+    #[test]
+    fn a_panic_on_both_sides_is_not_told_to_the_next_call() {
+        let (crew, caller) = (crew(1), std::thread::current().id());
+        let (helped, begin) = (AtomicUsize::new(0), Instant::now());
+        let both = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            crew.run(1, &|| {
+                if std::thread::current().id() == caller {
+                    while helped.load(Ordering::SeqCst) == 0 {
+                        assert!(begin.elapsed() < Duration::from_secs(30), "nobody helps");
+                        std::thread::yield_now();
+                    }
+                } else {
+                    helped.store(1, Ordering::SeqCst);
+                }
+                panic!("expected by a test");
+            });
+        }));
+        assert!(both.is_err() && helped.load(Ordering::SeqCst) == 1);
+        crew.run(1, &|| {});
     }
 }
 

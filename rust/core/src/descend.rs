@@ -90,9 +90,10 @@ impl Grid<'_> {
     fn offer_cell(&self, cell: usize, limit: f64, best: &mut Best, tries: &mut usize) {
         let (step, rank) = (cell / self.ranks, cell % self.ranks);
         let over = (self.load[rank] - limit).max(0.0);
-        let above = (self.cells[cell] - self.others[cell]).max(0.0); // what can be gained in time
-                                                                     // Of each other cell: what can be gained there, and what it can take before its step becomes longer or its rank
-                                                                     // too heavy.
+        // What can be gained in time.
+        let above = (self.cells[cell] - self.others[cell]).max(0.0);
+        // Of each other cell: what can be gained there, and what it can take before its step becomes longer or its rank
+        // too heavy.
         let others: Vec<(usize, f64, f64)> = (0..self.cells.len())
             .filter(|other| *other != cell)
             .map(|other| {

@@ -1,9 +1,8 @@
 //! A bounded queue of many producers and many consumers without a mutex (D. Vyukov's array queue).
 //!
-//! One of the four places with `unsafe` (the others are `cpu`, `crew` and `shared::region`). Each slot has a turn: `position`
-//! when it is free for the push of that position, `position + 1` when it holds the value for the pop. Nobody waits, but a
-//! thread that is stopped between claiming a slot and handing it over hides that slot, and to the consumers what lies
-//! behind it, until it goes on. That makes it mutex-free, not lock-free in the strict sense.
+//! Each slot has a turn: `position` when it is free for the push of that position, `position + 1` when it holds the value
+//! for the pop. Nobody waits, but a thread that is stopped between claiming a slot and handing it over hides that slot,
+//! and to the consumers what lies behind it, until it goes on. That makes it mutex-free, not lock-free in the strict sense.
 #![allow(unsafe_code)]
 
 use std::cmp::Ordering::{Equal, Greater, Less};

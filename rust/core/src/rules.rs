@@ -150,8 +150,9 @@ fn block_wrong(logprobs: &[[u8; 4]], mask: &[u8]) -> bool {
     let mut wrong = 0;
     for (logprob, flag) in logprobs.iter().zip(mask) {
         let (bits, flag) = (i32::from_le_bytes(*logprob), i32::from(*flag));
-        let context = flag - 1; // -1, and 0 for a sampled token
-                                // Below 0 for a finite number where the token is sampled and for NaN where it is context.
+        // -1, and 0 for a sampled token.
+        let context = flag - 1;
+        // Below 0 for a finite number where the token is sampled and for NaN where it is context.
         let apart = ((bits & i32::MAX) - INFINITY as i32).wrapping_add(context) ^ context;
         // Below 0 for a number that is not positive.
         let below = bits | bits.wrapping_sub(1) | context;

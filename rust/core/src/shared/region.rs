@@ -1,9 +1,8 @@
 //! The memory that a sender and a receiver share: what lies where in it, and every access that is not an atomic.
 //!
-//! One of the four places with `unsafe` (the others are `cpu`, `crew` and `ring`). The other process may write any byte at any
-//! time, so nothing read from here is used as a place or a length before it was compared with what this side knows; a
-//! place outside the memory cannot be named at all (`write`, `read` and `address` check their bounds). What a peer
-//! changes while it is read comes out as a mixture of bytes, as from a file.
+//! The other process may write any byte at any time, so nothing read from here is used as a place or a length before it
+//! was compared with what this side knows; a place outside the memory cannot be named at all (`write`, `read` and
+//! `address` check their bounds). What a peer changes while it is read comes out as a mixture of bytes, as from a file.
 #![allow(unsafe_code)]
 
 use crate::sync::AtomicU64;
