@@ -354,6 +354,7 @@ WIRE_FORMATS: tuple[int, ...]
 MAX_PAYLOAD_BYTES: int
 MAX_SEGMENTS: int
 MAX_HEADER_BYTES: int
+MAX_SIDECARS: int
 
 def check_segment(segment: Any) -> None: ...
 def check_trajectory(trajectory: Any, n_actions: int) -> None: ...

@@ -24,6 +24,7 @@ from sao.generator import agent_server
 from sao.generator.agent_calls import ApiError
 from sao.generator.agent_calls import parse as read
 from sao.generator.agent_host import AgentHost
+from sao.generator.agent_session import AgentSession
 from sao.generator.engine import Request
 from sao.generator.episode import Progress, Task
 from sao.generator.render import Renderer
@@ -314,6 +315,23 @@ def test_a_long_conversation_is_encoded_beside_the_loop(tiny_model: Path, monkey
         return 1.0
 
     assert played(tiny_model, Scripted(script)).metadata["turns"] == 1
+
+
+def test_nothing_is_sampled_when_the_episode_ends_while_a_conversation_is_encoded(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, engine = configured(tiny_model), ScriptedEngine(says(20, 21, END))
+    session = AgentSession(engine, Renderer(tiny_model), TASK, config, 3, Progress(), (0.0, 1.0))
+    encode = Renderer.conversation
+
+    def ends(self: Renderer, messages: Any) -> Any:
+        session.closed = True
+        return encode(self, messages)
+
+    monkeypatch.setattr(Renderer, "conversation", ends)
+    with pytest.raises(ApiError, match="the session is over"):
+        asyncio.run(session.complete(read({"messages": [user("a")]}, session.temperature)))
+    assert not engine.requests and not session.segments()
 
 
 def test_limits_end_an_episode_as_truncated(tiny_model: Path) -> None:

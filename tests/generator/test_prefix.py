@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgpack
 import numpy as np
 import pytest
 
@@ -100,6 +101,9 @@ def test_a_turn_survives_packing_and_rubbish_is_refused():
     assert np.array_equal(found.token_ids, completion.token_ids) and np.array_equal(found.version_spans, spans)
     assert found.fingerprints == {2: "a", 4: "b"} and (turn.n_tokens, turn.max_version) == (3, 4)
     header, payload = pack(turn)
-    for bad in ((header[:-1], payload), (header, payload[:-8]), (b"", b""), (b"\xc1", payload)):
+    first, said, facts, _ = msgpack.unpackb(header)
+    assert unpack(msgpack.packb([first, said, facts]), payload).n_tokens == 3  # as an earlier build wrote it
+    odd = [(msgpack.packb([first, said, facts, *more]), payload) for more in ((0, 0), ("0",), (None,))]
+    for bad in ((header[:-1], payload), (header, payload[:-8]), (b"", b""), (b"\xc1", payload), *odd):
         with pytest.raises(WireError, match="turn: not a valid record"):
             unpack(*bad)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from sao import ownership
 from sao.errors import ConfigError
 from sao.runtime import folders
 
@@ -55,15 +56,15 @@ def test_only_folders_of_dead_owners_are_stale(tmp_path):
     alive = folders.make_private(tmp_path)
     dead = tmp_path / "shm" / "sao-dead"
     dead.mkdir(mode=0o700)
-    (dead / folders.OWNER).write_text(json.dumps({"pid": dead_pid(), "started_s": 0.0}))
+    (dead / ownership.OWNER).write_text(json.dumps({"pid": dead_pid(), "started_s": 0.0}))
     reused = tmp_path / "sockets" / "sao-reused"  # its number now belongs to another process: us
     reused.mkdir()
-    (reused / folders.OWNER).write_text(json.dumps({"pid": os.getpid(), "started_s": 1.0}))
+    (reused / ownership.OWNER).write_text(json.dumps({"pid": os.getpid(), "started_s": 1.0}))
     others = [tmp_path / "shm" / name for name in ("sao-without-owner", "sao-unreadable", "somebody-else")]
     for folder in others:
         folder.mkdir()
-    (others[1] / folders.OWNER).write_text("{")
-    (others[2] / folders.OWNER).write_text(json.dumps({"pid": dead_pid(), "started_s": 0.0}))
+    (others[1] / ownership.OWNER).write_text("{")
+    (others[2] / ownership.OWNER).write_text(json.dumps({"pid": dead_pid(), "started_s": 0.0}))
     (tmp_path / "shm" / "sao-link").symlink_to(others[2])
     assert set(folders.stale()) == {dead, reused}
     assert set(folders.remove_stale()) == {dead, reused}
@@ -97,7 +98,7 @@ def make_run(folder: Path, **more: bool) -> None:
 def test_a_run_folder_is_used_once_unless_it_may_be_overwritten(tmp_path):
     folder = tmp_path / "runs" / "r"
     make_run(folder)
-    folders.disown(folder)
+    ownership.disown(folder)
     (folder / "metrics.jsonl").write_text("old")
     with pytest.raises(ConfigError, match=r"choose another run\.name or pass --overwrite"):
         make_run(folder)
@@ -117,7 +118,7 @@ def test_of_two_starts_that_overwrite_at_once_the_second_leaves_the_first_alone(
     """Both have found nothing wrong with the old folder; the first has begun its run before the second has the lock."""
     folder = tmp_path / "r"
     make_run(folder)
-    folders.disown(folder)
+    ownership.disown(folder)
     hold = folders.hold
 
     def wait(path: Path, *rest: object) -> int:
@@ -126,7 +127,7 @@ def test_of_two_starts_that_overwrite_at_once_the_second_leaves_the_first_alone(
         if how == "new folder":
             shutil.rmtree(path)
             (path / "logs").mkdir(parents=True)
-        folders.own(path)
+        ownership.own(path)
         (path / "metrics.jsonl").write_text("of the first")
         return lock
 

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sao import config as configuration
+from sao import ownership
 from sao.checkpoints import STATE, Draft, Ordinals, newest
 from sao.cli import app
 from sao.config import Config
@@ -32,7 +33,7 @@ def run(run_file: Path) -> Config:
     wanted = [f"learner.batch_trajectories={BATCH}", "run.steps=6", "learner.critic_warmup_steps=1"]
     config = configuration.load(run_file, wanted)
     folders.make_run_folder(config.folder, overwrite=False)
-    folders.disown(config.folder)
+    ownership.disown(config.folder)
     configuration.save(config, config.folder / "config.json")
     (config.folder / "checkpoints").mkdir()
     return config

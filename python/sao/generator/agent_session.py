@@ -90,14 +90,14 @@ class AgentSession:
     async def complete(self, call: Call) -> Turn:
         """Samples the turn that a call asks for. Raises `ApiError`."""
         async with self._turn:
-            if self.closed:
-                raise ApiError(409, "the session is over", code="session_over")
+            self._check_open()
             if self._progress.turns >= self._config.env.max_turns:
                 self.cut = self.cut or "max_turns"
                 limit = self._config.env.max_turns
                 raise ApiError(400, f"the episode has had its env.max_turns = {limit} turns", code="max_turns")
             # Beside the loop: a conversation of megabytes takes seconds to encode, only then is its length known.
             chain, ids = await asyncio.to_thread(self._prompt, call.messages)
+            self._check_open()  # or the episode has ended meanwhile, and nobody would count what is sampled now
             sampling = self._config.sampling
             room = sampling.context_tokens - ids.size
             if room <= 0:
@@ -110,6 +110,10 @@ class AgentSession:
                 )
             limit = min(room, sampling.max_response_tokens, call.max_tokens or room)
             return await self._sample(call.messages, chain, ids, limit)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ApiError(409, "the session is over", code="session_over")
 
     def trajectory(self, termination: Termination, reward: float) -> Trajectory:
         """The episode as it is; nothing may be sampled behind it."""

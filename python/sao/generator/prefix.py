@@ -74,6 +74,9 @@ def unpack(header: Buffer, payload: Buffer) -> Turn:
     """The turn that `pack` has packed. Raises `WireError` for anything else."""
     try:
         first, said, facts, *more = msgpack.unpackb(header)
+        (foreign,) = more or (0,)  # an earlier build wrote none
+        if type(foreign) is not int:
+            raise ValueError(f"foreign tokens: {foreign!r}, expected an integer")
         completions, at = [], 0
         for n_tokens, n_spans, stop_reason, marks in facts:
             arrays = []
@@ -85,7 +88,7 @@ def unpack(header: Buffer, payload: Buffer) -> Turn:
             completions.append(Completion(ids, logprobs, spans.reshape(-1, 3), stop_reason, fingerprints))
     except Exception as error:  # msgpack raises a dozen classes
         raise WireError(f"turn: not a valid record: {type(error).__name__}: {error}") from None
-    return Turn(tuple(completions), first, said, *more)
+    return Turn(tuple(completions), first, said, foreign)
 
 
 def digest(messages: Sequence[Message], reward: float | None = None) -> bytes:

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sao import ownership
 from sao.envs import registry, sandbox
 from sao.errors import Error
 from sao.runtime import folders, hosts, launch
@@ -179,7 +180,7 @@ def _machine() -> list[Finding]:
 
 
 def _sockets() -> list[Finding]:
-    folder = private_folder(folders.PREFIX, str(folders.SOCKETS))
+    folder = private_folder(ownership.PREFIX, str(folders.SOCKETS))
     try:
         endpoints = {"ipc": f"ipc://{folder / 'doctor'}", "loopback tcp": "tcp://127.0.0.1:0"}
         return [_reachable(kind, endpoint) for kind, endpoint in endpoints.items()]

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sao.errors import ConfigError
-from sao.ownership import OWNER, PREFIX, disown, own, owner
+from sao.ownership import PREFIX, own, owner
 from sao.transport.sockets import private_folder
 
 SHARED_MEMORY = Path("/dev/shm")
-__all__ = ["OWNER", "PREFIX", "disown", "own", "owner"]
 HOLD_S = 30.0  # for processes of an earlier start to end
 SOCKETS = Path("/tmp")  # not TMPDIR: a socket's path may have 107 bytes at most
 

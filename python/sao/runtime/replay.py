@@ -10,12 +10,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from sao import checkpoints
+from sao import checkpoints, ownership
 from sao._core import ledger_history
 from sao.checkpoints import Checkpoint
 from sao.config import Config, parse
 from sao.errors import ConfigError, LearnerError
-from sao.runtime import folders, launch
+from sao.runtime import launch
 from sao.telemetry.recording import read_step, recorded_steps, step_path
 
 LIMIT_S = 3600.0
@@ -101,7 +101,7 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
 
 def _run(config: Config, paths: list[Path], checkpoint: Checkpoint | None) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="sao-replay-") as folder:
-        folders.own(Path(folder))  # so that it goes with the next start when this process is killed
+        ownership.own(Path(folder))  # so that it goes with the next start when this process is killed
         report, store = Path(folder) / "report.json", Path(folder) / "ranks"
         places = launch.Places(Path(folder), Path(folder), store, "")
         ranks = []

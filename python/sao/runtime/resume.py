@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sao import checkpoints
+from sao import checkpoints, ownership
 from sao._core import ledger_history
 from sao.checkpoints import Checkpoint, Ordinals
 from sao.config import Config
 from sao.errors import CheckpointError, ConfigError, LedgerError
-from sao.runtime import folders
 from sao.telemetry import sinks
 
 STARTS = "starts"  # how often the run was resumed; generators derive their random numbers from it
@@ -55,7 +54,7 @@ def faults(config: Config) -> list[str]:
         before = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return [f"run.name: {folder} holds no run (no readable config.json): there is nothing to resume"]
-    if pid := folders.owner(folder):
+    if pid := ownership.owner(folder):
         return [f"run.name: {folder} is in use by process {pid}"]
     found = []
     for section, values in config.model_dump(mode="json").items():
@@ -90,7 +89,7 @@ def find(config: Config, run_folder: Path, *, tidy: bool = False) -> Resume:
 
 def begin(resume: Resume, run_folder: Path) -> list[str]:
     """Prepares the run folder; returns what a user should be told. For whoever holds the folder (`folders.hold`)."""
-    for left in run_folder.glob(f"{folders.PREFIX}*"):  # weights of a start without shared memory
+    for left in run_folder.glob(f"{ownership.PREFIX}*"):  # weights of a start without shared memory
         shutil.rmtree(left, ignore_errors=True)
     unfinished = run_folder / f".{STARTS}"
     unfinished.write_text(f"{resume.start + 1}\n")

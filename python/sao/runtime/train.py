@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sao import __version__
+from sao import __version__, ownership
 from sao import config as configuration
 from sao.config import Config
 from sao.runtime import folders, launch, preflight
@@ -82,7 +82,7 @@ def _run(
     alone: bool,
 ) -> Outcome:
     """Runs what is prepared, in a folder that is ours."""
-    folders.own(run_folder)
+    ownership.own(run_folder)
     private = folders.make_private(run_folder)
     try:
         texts = [] if found is None else resuming.begin(found, run_folder)
@@ -109,7 +109,7 @@ def _run(
             return outcome
     finally:
         private.remove()
-        folders.disown(run_folder)
+        ownership.disown(run_folder)
 
 
 def _places(

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import zmq
 
+from sao import _core
 from sao.errors import Error, TransportError, WireError
 from sao.transport.gate import Gate
 from sao.transport.keys import ServerKeys, may_join
@@ -18,7 +19,7 @@ from sao.transport.messages import Buffer, Message, check, decode, encode
 from sao.transport.sockets import bind_router, check_endpoint, receive, send
 
 log = logging.getLogger(__name__)
-MAX_FRAMES: Final = 1 + 2 + 256  # a message, a trajectory, and as many sidecars as one may have
+MAX_FRAMES: Final = 1 + 2 + _core.MAX_SIDECARS  # a message, and a trajectory with all the sidecars it may have
 GOODBYE: Final = "said goodbye"
 _ACK: Final[list[Buffer]] = []  # stands for a plain acknowledgement among the answers that are kept
 

@@ -460,8 +460,11 @@ impl SharedView {
 /// Bytes of the memory that a sender makes for `capacity` bytes of data.
 #[pyfunction]
 fn shared_bytes(capacity: usize) -> PyResult<usize> {
-    shared::total_bytes(capacity)
-        .ok_or_else(|| validation(format!("capacity: {capacity} is not a number of pages")))
+    shared::total_bytes(capacity).ok_or_else(|| {
+        validation(format!(
+            "capacity: {capacity} bytes, expected whole pages of 4096 and at most 1 TiB"
+        ))
+    })
 }
 
 /// Adds this topic to the module.

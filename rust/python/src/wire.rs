@@ -6,7 +6,7 @@ use pyo3::buffer::PyUntypedBuffer;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyMemoryView, PyString, PyTuple};
-use sao_core::sidecar::Sidecar;
+use sao_core::sidecar::{Sidecar, MAX_SIDECARS};
 use sao_core::trajectory::{
     Meta, Segment, SegmentKind, Span, TerminationKind, Trajectory, TurnReward,
 };
@@ -535,5 +535,6 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("WIRE_FORMATS", PyTuple::new(m.py(), wire::FORMATS)?)?;
     m.add("MAX_PAYLOAD_BYTES", wire::DEFAULT_MAX_BYTES)?;
     m.add("MAX_SEGMENTS", wire::DEFAULT_MAX_SEGMENTS)?;
-    m.add("MAX_HEADER_BYTES", wire::MAX_HEADER_BYTES)
+    m.add("MAX_HEADER_BYTES", wire::MAX_HEADER_BYTES)?;
+    m.add("MAX_SIDECARS", MAX_SIDECARS)
 }
