@@ -282,7 +282,7 @@ class BufferSection(Section):
     ledger_growth_bytes: int = Field(
         1 << 24,
         ge=0,
-        description="growth of ledger.log at which steps before the oldest checkpoint are folded into one; 0: never",
+        description="bytes ledger.log may grow by before steps older than every checkpoint are folded; 0: no limit",
     )
 
 

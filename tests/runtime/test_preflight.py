@@ -96,8 +96,10 @@ def test_a_port_for_prometheus_that_is_taken_is_a_fault(run_file):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         (found,) = faults(run_file, f"telemetry.prometheus_port={port}")
+        served = config.load(run_file, [f"telemetry.prometheus_port={port}"])
+        preflight.check(served, run_folder=False)  # `sao eval` beside the run that serves it
     assert found.startswith(f"telemetry.prometheus_port: {port} on 127.0.0.1 cannot be had: ")
-    preflight.check(config.load(run_file, [f"telemetry.prometheus_port={port}"]))  # given back, and not kept by looking
+    preflight.check(served)  # given back, and not kept by looking
 
 
 def test_what_is_left_out_and_what_is_risky_is_said(run_file, monkeypatch):

@@ -97,19 +97,20 @@ time.sleep(60)
 
 
 def test_a_killed_producer_takes_nothing_with_it_and_leaves_nothing_behind(endpoint: str) -> None:
-    before = set(Path("/dev/shm").iterdir())
+    before = held_by_this_process()
     with SharedReceiver(endpoint) as receiver:
-        process = subprocess.Popen([sys.executable, "-c", PRODUCER, endpoint], stdout=subprocess.PIPE)
+        process = child(PRODUCER, endpoint)
         assert process.stdout is not None and process.stdout.readline() == b"sent\n"
         got = [receiver.receive(30)]
-        process.send_signal(signal.SIGKILL)
-        process.wait(30)
-        process.stdout.close()
+        kill(process)
         got += [receiver.receive(30) for _ in range(2)]
         assert [bytes(one.payload) for one in got] == [bytes([i]) * 100_000 for i in range(3)]
-        for one in got:
-            one.release()
-    assert {path.name for path in set(Path("/dev/shm").iterdir()) - before if "sao-shared" in path.name} == set()
+        assert held_by_this_process()[1] == before[1] + 1
+        del got
+        with pytest.raises(DeadlineError):
+            receiver.receive(0.01)
+        assert held_by_this_process()[1] == before[1], "no mapping is left of a sender that is gone"
+    assert held_by_this_process() == before
 
 
 COPIER = """

@@ -29,10 +29,10 @@ def check(
 ) -> list[str]:
     """Raises `ConfigError` that lists all faults; returns warnings, things that work but are probably not meant.
 
-    Without `run_folder` it does not matter whether the run's folder exists; with `resume` it must hold the run. A
-    broker `alone` needs neither the model nor the environment's packages.
+    Without `run_folder` nothing is recorded (`sao eval`): neither the run's folder nor the port of its numbers matters.
+    With `resume` the folder must hold the run. A broker `alone` needs neither the model nor the environment's packages.
     """
-    faults = [*keys(config), *metrics_port(config)]
+    faults = keys(config) + (metrics_port(config) if run_folder else [])
     faults += (
         []
         if alone

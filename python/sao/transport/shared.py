@@ -69,7 +69,8 @@ class SharedSender:
         self._poll.register(self._writer.fileno(), select.POLLIN)
 
     def send(self, header: bytes, payload: Any, timeout_s: float | None = None) -> None:
-        """Copies `payload` (contiguous bytes) into the shared memory and sends it; waits for room up to `timeout_s`.
+        """Copies `payload` (contiguous bytes) into the shared memory and sends it; waits for room up to `timeout_s`
+        (None: without end).
 
         A header has at most 1 MiB and counts too. Raises `DeadlineError`; `ValidationError` at once for a payload
         larger than the memory; `TransportError` when the receiver is gone, which may be noticed only when there is no
@@ -81,7 +82,9 @@ class SharedSender:
                 self._wait(deadline, f"room for {memoryview(payload).nbytes} bytes in shared memory", timeout_s)
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Waits until everything sent has been released. Raises `DeadlineError`, `TransportError`, `ClosedError`."""
+        """Waits until everything sent has been released, up to `timeout_s` (None: without end). Raises `DeadlineError`,
+        `TransportError`, `ClosedError`.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while left := self._writer.unreleased():
             self._wait(deadline, f"{left} payloads to be released", timeout_s)
@@ -135,7 +138,8 @@ class SharedReceiver:
     def receive(self, timeout_s: float | None = None) -> Received:
         """The next payload, of all senders in turn, each in its order; to be released when it is no longer needed.
 
-        Raises `DeadlineError`; `TransportError` for a sender that breaks the protocol, which is dropped; `ClosedError`.
+        Waits up to `timeout_s` (None: without end). Raises `DeadlineError`; `TransportError` for a sender that breaks
+        the protocol, which is dropped; `ClosedError`.
         """
         got = self._readers.take()
         return got if got is not None else self._wait(timeout_s)

@@ -43,6 +43,11 @@ fn within(seconds: u64, run: impl FnOnce() + Send + 'static) {
     }
 }
 
+fn taken(buffer: &Buffer) -> Lease {
+    let mut leases = buffer.take(1, &mut at_once()).expect("ready");
+    leases.pop().expect("one")
+}
+
 fn number(lease: &Lease) -> u64 {
     let header = lease.item().expect("open").header();
     u64::from_le_bytes(header.try_into().expect("8 bytes"))
@@ -212,11 +217,7 @@ fn memory_that_is_still_viewed_stays_charged_when_dropped() {
     buffer
         .put(&[], &[1; 60], 0, &mut at_once())
         .expect("there is room");
-    let lease = buffer
-        .take(1, &mut at_once())
-        .expect("ready")
-        .pop()
-        .expect("one");
+    let lease = taken(&buffer);
     let viewed = lease.item().expect("open").clone();
     lease.give_back();
     // It is dropped to make room, but its bytes cannot be used while somebody reads them.
@@ -238,11 +239,7 @@ fn leases_and_views_outlive_the_buffer() {
     buffer
         .put(&[9], &[1, 2, 3], 0, &mut at_once())
         .expect("there is room");
-    let lease = buffer
-        .take(1, &mut at_once())
-        .expect("ready")
-        .pop()
-        .expect("one");
+    let lease = taken(&buffer);
     let item = lease.item().expect("open").clone();
     drop(buffer);
     lease.give_back();
@@ -364,11 +361,7 @@ fn a_producer_that_waits_is_told_of_what_was_retired() {
 #[test]
 fn retired_memory_that_is_still_viewed_stays_charged() {
     let buffer = full(200, 16, Policy::Block);
-    let lease = buffer
-        .take(1, &mut at_once())
-        .expect("ready")
-        .pop()
-        .expect("one");
+    let lease = taken(&buffer);
     let viewed = lease.item().expect("open").clone();
     lease.give_back();
     buffer.retire(1, Some(1)).expect("open");

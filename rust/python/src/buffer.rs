@@ -17,6 +17,7 @@ use sao_core::buffer::{self, Content, Item, Limits};
 use sao_core::wire as format;
 
 use crate::error::{guard, to_py, validation};
+use crate::lend;
 use crate::pace::{blocking, check_timeout};
 use crate::wire;
 
@@ -590,23 +591,8 @@ impl View {
         flags: c_int,
     ) -> PyResult<()> {
         let bytes = slf.get().bytes();
-        // SAFETY: `bytes` is immutable and lives as long as `slf`, of which the filled view holds a reference; the
-        // call refuses writable requests.
-        let filled = unsafe {
-            ffi::PyBuffer_FillInfo(
-                view,
-                slf.as_ptr(),
-                bytes.as_ptr().cast_mut().cast(),
-                bytes.len() as isize,
-                1,
-                flags,
-            )
-        };
-        if filled == 0 {
-            Ok(())
-        } else {
-            Err(PyErr::fetch(slf.py()))
-        }
+        // SAFETY: `bytes` is immutable and lives as long as `slf`; `view` is the interpreter's.
+        unsafe { lend::read_only(slf.as_any(), (bytes.as_ptr(), bytes.len()), view, flags) }
     }
 }
 

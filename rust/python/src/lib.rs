@@ -9,6 +9,7 @@ mod buffer;
 mod error;
 mod gather;
 mod ledger;
+mod lend;
 mod objects;
 mod pace;
 mod pack;

@@ -16,6 +16,7 @@ use sao_core::shared::{self, Place, Reader, Region, Writer};
 use sao_core::Error;
 
 use crate::error::{guard, to_py, validation};
+use crate::lend;
 
 /// Above this many bytes the GIL is released.
 const DETACH_BYTES: usize = 1 << 16;
@@ -437,23 +438,9 @@ impl SharedView {
         let this = slf.get();
         let (start, bytes) = this.place.payload();
         let address = this.peer.region.address(start, bytes);
-        // SAFETY: these bytes are mapped as long as `slf` lives, of which the filled view holds a reference; the call
-        // refuses writable requests. Who reads them knows that the sender could change them.
-        let filled = unsafe {
-            ffi::PyBuffer_FillInfo(
-                view,
-                slf.as_ptr(),
-                address.cast_mut().cast(),
-                bytes as isize,
-                1,
-                flags,
-            )
-        };
-        if filled == 0 {
-            Ok(())
-        } else {
-            Err(PyErr::fetch(slf.py()))
-        }
+        // SAFETY: these bytes are mapped as long as `slf` lives; who reads them knows that the sender could change them.
+        // `view` is the interpreter's.
+        unsafe { lend::read_only(slf.as_any(), (address, bytes), view, flags) }
     }
 }
 
