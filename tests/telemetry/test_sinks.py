@@ -1,5 +1,6 @@
 """Records reach the files whole, a broken tracker ends nothing, and numbers that JSON lacks become null."""
 
+import io
 import json
 import math
 import socket
@@ -9,9 +10,11 @@ import urllib.request
 
 import pytest
 from prometheus_client import parser
-from tests.telemetry.records import evaluation, step
+from rich.console import Console
+from tests.telemetry.records import config, evaluation, step
 
 from sao.telemetry import sinks
+from sao.telemetry.monitor import Monitor
 from sao.telemetry.prometheus import Prometheus
 
 
@@ -93,6 +96,18 @@ def test_prometheus_gets_the_newest_numbers_only():
     finally:
         server.close()
     socket.create_server(("127.0.0.1", port)).close()  # given back
+
+
+def test_a_port_that_was_taken_since_it_was_tried_is_a_warning_and_the_run_goes_on(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = config(telemetry={"prometheus_port": port, "tensorboard": False})
+        with Monitor(settings, tmp_path, Console(file=io.StringIO())) as monitor:
+            assert monitor.warnings == [
+                f"telemetry.prometheus_port: {port} cannot be had: Address already in use; not served"
+            ]
+            monitor.report("step", step(1))
+    assert [row["step"] for row in sinks.read(tmp_path / "metrics.jsonl")] == [1]
 
 
 class Broken:

@@ -261,6 +261,21 @@ def test_refused_greetings_name_the_reason() -> None:
         assert not server.actor.mailbox.peers
 
 
+def test_a_refusal_that_repeats_a_long_greeting_is_cut_and_the_others_go_on() -> None:
+    with serving() as server:
+
+        def refuse(peer: Any) -> dict[str, Any]:
+            raise WireError(f"hello.formats: expected a list of integers, got {peer.hello['formats']!r}")
+
+        server.actor.mailbox._on_join = refuse
+        with client_of(server) as client, pytest.raises(WireError, match=r"got \[False, False, ") as raised:
+            client.connect(5, formats=[False] * 900_000)  # a byte each as sent, seven as text
+        assert len(str(raised.value)) == 4096
+        server.actor.mailbox._on_join = server._join
+        with client_of(server) as client:
+            client.connect(5)
+
+
 def test_wrong_messages_are_answered_and_the_connection_lives() -> None:
     with serving(max_message_bytes=1 << 16) as server, client_of(server, max_message_bytes=1 << 16) as client:
         client.connect(5)

@@ -93,7 +93,7 @@ def _run(
             if found is not None:
                 lost = found.lost_steps
                 monitor.report("resume", {"step": found.step, "version": found.version, "lost_steps": lost})
-            for text in warnings + texts:
+            for text in [*warnings, *monitor.warnings, *texts]:
                 monitor.report("event", {"level": "warning", "text": text})
             steps = Counter[str]()
 

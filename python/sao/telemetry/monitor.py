@@ -27,8 +27,13 @@ class Monitor:
             sinks.append(TensorBoard(run_folder / "tensorboard"))
         if config.telemetry.wandb:
             sinks.append(WandB(config.run.name, config.model_dump(mode="json"), run_folder))
-        if config.telemetry.prometheus_port is not None:
-            sinks.append(Prometheus(config.telemetry.prometheus_port))
+        self.warnings: list[str] = []  # what a user should be told once the run has begun
+        port = config.telemetry.prometheus_port
+        if port is not None:
+            try:
+                sinks.append(Prometheus(port))
+            except OSError as error:  # somebody was faster since it was tried
+                self.warnings.append(f"telemetry.prometheus_port: {port} cannot be had: {error.strerror}; not served")
         self._sinks = Fan(sinks, self._sink_failed)
         self._view: View | None = None
         with suppress(OSError):  # nobody watches from the beginning

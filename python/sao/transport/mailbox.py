@@ -20,6 +20,7 @@ from sao.transport.sockets import bind_router, check_endpoint, receive, send
 
 log = logging.getLogger(__name__)
 MAX_FRAMES: Final = 1 + 2 + _core.MAX_SIDECARS  # a message, and a trajectory with all the sidecars it may have
+MAX_TEXT: Final = 4096  # characters of a refusal
 GOODBYE: Final = "said goodbye"
 _ACK: Final[list[Buffer]] = []  # stands for a plain acknowledgement among the answers that are kept
 
@@ -284,6 +285,7 @@ class Mailbox:
         self.reply(Request(peer, message), Reply("welcome", welcome))
 
     def _refuse(self, identity: bytes, message: Message, text: str, **more: Any) -> None:
+        text = text[:MAX_TEXT]  # it may repeat what the peer said, which would not fit
         wire = encode(Message("error", {"text": text, **more}, re=message.seq), self._limit)
         try:
             send(self.socket, [identity, *wire])
