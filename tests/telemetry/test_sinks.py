@@ -13,6 +13,7 @@ from prometheus_client import parser
 from rich.console import Console
 from tests.telemetry.records import config, evaluation, step
 
+from sao.errors import ConfigError
 from sao.telemetry import sinks
 from sao.telemetry.monitor import Monitor
 from sao.telemetry.prometheus import Prometheus
@@ -83,6 +84,8 @@ def test_prometheus_gets_the_newest_numbers_only():
         return {sample.name: sample.value for family in families for sample in family.samples}
 
     try:
+        with pytest.raises(ConfigError, match=f"telemetry.prometheus_port: {port} on 127.0.0.1 cannot be had"):
+            Prometheus(port)
         assert scraped() == {}
         server.write(step(1) | {"odd/name-9": 2})
         server.write(evaluation(1, 0.75))

@@ -94,7 +94,7 @@ def metrics_port(config: Config) -> list[str]:
     try:
         socket.create_server((prometheus.ADDRESS, port)).close()
     except OSError as error:
-        return [f"telemetry.prometheus_port: {port} on {prometheus.ADDRESS} cannot be had: {error.strerror}"]
+        return [prometheus.taken(port, error)]
     return []
 
 

@@ -6,9 +6,15 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from sao.errors import ConfigError
 from sao.telemetry.sinks import Record, scalars
 
 ADDRESS = "127.0.0.1"
+
+
+def taken(port: int, error: OSError) -> str:
+    """Why the numbers cannot be served at this port, for a user."""
+    return f"telemetry.prometheus_port: {port} on {ADDRESS} cannot be had: {error.strerror}; expected a free port"
 
 
 class Prometheus:
@@ -19,7 +25,7 @@ class Prometheus:
     """
 
     def __init__(self, port: int) -> None:
-        """Raises `ImportError` where prometheus_client is not installed, `OSError` when the port is taken."""
+        """Raises `ImportError` where prometheus_client is not installed, `ConfigError` when the port is taken."""
         from prometheus_client import CollectorRegistry, start_http_server
         from prometheus_client.core import GaugeMetricFamily
 
@@ -27,7 +33,10 @@ class Prometheus:
         self._newest: dict[str, dict[str, float]] = {}
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
-        self._server, self._thread = start_http_server(port, addr=ADDRESS, registry=registry)
+        try:
+            self._server, self._thread = start_http_server(port, addr=ADDRESS, registry=registry)
+        except OSError as error:
+            raise ConfigError(taken(port, error)) from None
 
     def write(self, record: Record) -> None:
         """Keeps the numbers of step and eval records in place of the last ones of their kind."""
