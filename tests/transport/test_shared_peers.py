@@ -200,9 +200,10 @@ def test_a_sender_that_waits_learns_that_the_receiver_died(endpoint: str) -> Non
             sender.send(b"", bytes(6000))
             with pytest.raises(DeadlineError):
                 sender.send(b"", bytes(6000), 0.05)
-            subprocess.Popen(["sh", "-c", f"sleep 0.2; kill -9 {process.pid}"]).wait()
+            killer = subprocess.Popen(["sh", "-c", f"sleep 0.2; kill -9 {process.pid}"])
             with pytest.raises(TransportError, match="the receiver is gone"):
-                sender.send(b"", bytes(6000)) if how == "send" else sender.flush()
+                sender.send(b"", bytes(6000), 60) if how == "send" else sender.flush(60)
+            killer.wait(30)
         kill(process)
     # The file of the killed one does not keep the next one from listening, and nobody listens there now.
     with pytest.raises(TransportError, match="cannot connect"):
