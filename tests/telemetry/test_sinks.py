@@ -107,7 +107,7 @@ def test_a_port_that_was_taken_since_it_was_tried_is_a_warning_and_the_run_goes_
         settings = config(telemetry={"prometheus_port": port, "tensorboard": False})
         with Monitor(settings, tmp_path, Console(file=io.StringIO())) as monitor:
             assert monitor.warnings == [
-                f"telemetry.prometheus_port: {port} cannot be had: Address already in use; not served"
+                f"telemetry.prometheus_port: {port} on 127.0.0.1 cannot be had: Address already in use; not served"
             ]
             monitor.report("step", step(1))
     assert [row["step"] for row in sinks.read(tmp_path / "metrics.jsonl")] == [1]

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from sao.config import Config
+from sao.errors import ConfigError
 from sao.telemetry.live import View
 from sao.telemetry.prometheus import Prometheus
 from sao.telemetry.sinks import Fan, JsonLines, Record, Sink, TensorBoard, WandB, record
@@ -32,8 +33,8 @@ class Monitor:
         if port is not None:
             try:
                 sinks.append(Prometheus(port))
-            except OSError as error:  # somebody was faster since it was tried
-                self.warnings.append(f"telemetry.prometheus_port: {port} cannot be had: {error.strerror}; not served")
+            except ConfigError as error:  # somebody was faster since it was tried
+                self.warnings.append(f"{error}; not served")
         self._sinks = Fan(sinks, self._sink_failed)
         self._view: View | None = None
         with suppress(OSError):  # nobody watches from the beginning

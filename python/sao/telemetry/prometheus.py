@@ -14,7 +14,7 @@ ADDRESS = "127.0.0.1"
 
 def taken(port: int, error: OSError) -> str:
     """Why the numbers cannot be served at this port, for a user."""
-    return f"telemetry.prometheus_port: {port} on {ADDRESS} cannot be had: {error.strerror}; expected a free port"
+    return f"telemetry.prometheus_port: {port} on {ADDRESS} cannot be had: {error.strerror}"
 
 
 class Prometheus:
