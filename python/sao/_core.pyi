@@ -312,7 +312,7 @@ class SharedWriter:
 class SharedReaders:
     """The receiving ends of any number of senders. Never waits."""
 
-    def __new__(cls) -> SharedReaders: ...
+    def __new__(cls, epoll: int) -> SharedReaders: ...
     def add(self, memory: int, socket: int, capacity: int) -> None:
         """A sender: maps its memory, takes `socket` over. Raises `TransportError` for any other memory."""
 

@@ -188,6 +188,9 @@ def test_large_copies_let_other_threads_run_and_a_sender_is_for_one_thread(endpo
                     sender._writer.unreleased()
             except ValidationError as error:
                 assert "another thread" in str(error)
+                sender.close()  # when the copy is done
+                with pytest.raises(ClosedError):
+                    sender.send(b"", b"")
                 return
             finally:
                 thread.join()

@@ -74,8 +74,8 @@ def held_by_this_process() -> tuple[int, int]:
     return sum(1 for _ in Path("/proc/self/fd").iterdir()), maps.count("memfd:sao-shared")
 
 
-def child(code: str, *arguments: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE)
+def child(code: str, *arguments: str, stdin: int | None = None) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=stdin, stdout=subprocess.PIPE)
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
@@ -222,6 +222,50 @@ def test_a_flush_counts_what_was_released_before_the_receiver_went(endpoint: str
         sender.send(b"", b"two")
         with pytest.raises(TransportError, match="gone, while waiting for 1 payloads"):
             sender.flush(5)
+
+
+@contextmanager
+def forked() -> Iterator[None]:
+    """A child that holds copies of all descriptors, as workers of a data loader do."""
+    ends, end = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.close(end)
+        os.read(ends, 1)
+        os._exit(0)
+    try:
+        yield
+    finally:
+        os.close(end)
+        os.close(ends)
+        os.waitpid(process, 0)
+
+
+def test_a_forked_child_hides_nobodys_end(endpoint: str) -> None:
+    code = """
+import sys
+from sao.transport.shared import SharedSender
+with SharedSender(sys.argv[1], 8192) as sender:
+    sender.send(b"", b"one")
+    sys.stdin.read(1)
+    if sys.argv[2] == "stays":
+        try:
+            sender.flush(30)
+        except Exception as error:
+            print(type(error).__name__)
+"""
+    with SharedReceiver(endpoint) as receiver:
+        goes, stays = (child(code, endpoint, how, stdin=subprocess.PIPE) for how in ("goes", "stays"))
+        kept = [receiver.receive(60) for _ in range(2)]
+        with forked():
+            goes.communicate(b"!")
+            with pytest.raises(DeadlineError):
+                receiver.receive(0.1)
+            assert len(receiver._readers) == 1
+            assert receiver._epoll.poll(0) == []  # or each wait would be a loop
+            receiver.close()
+            assert stays.communicate(b"!")[0] == b"TransportError\n"
+    assert len(kept) == 2
 
 
 @pytest.mark.parametrize(

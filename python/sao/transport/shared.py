@@ -4,8 +4,9 @@ Each sender owns a piece of anonymous memory (a memfd, sealed so that it can nev
 to the receiver over a socket when it connects. It copies payload and header in and publishes where they lie; the
 receiver reads them there, and releases them in any order. What is not released bounds the sender. As long as neither
 side has to wait nothing else passes between them: the socket carries a byte when the other one sleeps, and its end says
-that the other process is gone. Nothing stays behind when a process is killed: the memory goes with the last one that
-has it, and what a killed sender had published is still delivered.
+that the other one has closed, or was killed with all children it forked while it was connected. Nothing stays behind
+when a process is killed: the memory goes with the last one that has it, and what a killed sender had published is still
+delivered.
 
 Every number that the other side writes into the memory is checked before it is used. Who reads must not trust the bytes
 of payloads and headers before they are decoded or copied, as with any frame.
@@ -122,7 +123,6 @@ class SharedReceiver:
         self._path = _path(endpoint)
         check_private(self._path.parent)
         clear_stale(self._path)
-        self._readers = _core.SharedReaders()
         self._strangers: dict[int, socket.socket] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -130,6 +130,7 @@ class SharedReceiver:
             self._listener.bind(str(self._path))
             self._listener.listen(_BACKLOG)
             self._epoll = select.epoll()
+            self._readers = _core.SharedReaders(self._epoll.fileno())
         except OSError as error:
             self._listener.close()
             raise TransportError(f"endpoint {endpoint!r}: cannot listen: {error}") from None

@@ -36,6 +36,7 @@ pub(crate) enum Change {
 }
 
 /// A plan that can be changed.
+#[derive(Clone)]
 pub(crate) struct Grid<'a> {
     pub(crate) lengths: &'a [i64],
     pub(crate) costs: &'a [f64],
@@ -84,8 +85,14 @@ pub(crate) fn balance(plan: &mut Plan, lengths: &[i64], costs: &[f64], layout: &
     }
     let mut grid = Grid::new(plan, lengths, costs, layout);
     let mut changed = grid.shorten();
+    let mut without = grid.clone();
     changed |= grid.descend(least * layout.max_imbalance);
     changed |= grid.even(least * EVEN);
+    // What the search did may stand in the way afterwards: with few segments a rank, or when its tries are used up.
+    changed |= without.even(least * EVEN);
+    if without.is_better(&grid, least * layout.max_imbalance) {
+        grid = without;
+    }
     if changed {
         grid.write(plan);
     }
@@ -168,6 +175,16 @@ impl<'a> Grid<'a> {
             changed = true;
         }
         changed
+    }
+
+    /// Whether the heaviest rank is less above the limit, or else the time in lock step shorter.
+    fn is_better(&self, other: &Self, limit: f64) -> bool {
+        let above = |grid: &Self| grid.load[grid.heaviest()].max(limit);
+        let (one, two) = (above(self), above(other));
+        // Sums of the same costs in another order are not less.
+        one < two * (1.0 - 1e-9)
+            || one <= two * (1.0 + 1e-9)
+                && self.slowest.iter().sum::<f64>() < other.slowest.iter().sum()
     }
 
     fn heaviest(&self) -> usize {
@@ -390,8 +407,8 @@ impl<'a> Grid<'a> {
 
 #[cfg(test)]
 mod tests {
-    use super::{balance, least};
-    use crate::descend::WEIGHT;
+    use super::{balance, least, Grid, EVEN};
+    use crate::descend::{SHORT, WEIGHT};
     use crate::pack::{laid_out, lock_step, Layout, Plan};
     use proptest::prelude::*;
 
@@ -420,9 +437,21 @@ mod tests {
                 lock_step(plan, &layout) + WEIGHT * loads.map(|load| (load - limit).max(0.0)).sum::<f64>()
             };
             let before = worth(&plan);
+            let mut unsearched = Grid::new(&plan, &lengths, &costs, &layout);
+            unsearched.shorten();
+            unsearched.even(least(&costs, ranks) * EVEN);
             balance(&mut plan, &lengths, &costs, &layout);
             prop_assert!(worth(&plan) <= before * (1.0 + 1e-9), "{} to {}", before, worth(&plan));
             let steps = plan.n_micro_batches;
+            // Nor is it worse than without the search, or else so good that none was made.
+            let least = least(&costs, ranks);
+            let heaviest = plan.costs.chunks(steps).map(|costs| costs.iter().sum()).fold(limit, f64::max);
+            let without = unsearched.load[unsearched.heaviest()].max(limit);
+            prop_assert!(heaviest <= without.max(least * EVEN) * (1.0 + 1e-6), "{} for {}", heaviest, without);
+            if heaviest > without * (1.0 - 1e-12) {
+                let time = unsearched.slowest.iter().sum::<f64>().max(costs.iter().sum::<f64>() / ranks as f64 * SHORT);
+                prop_assert!(lock_step(&plan, &layout) <= time * (1.0 + 1e-6), "more than {}", time);
+            }
             let (mut cells, mut fill) = (vec![0.0; ranks * steps], vec![0; ranks * steps * rows]);
             for (item, length) in lengths.iter().enumerate() {
                 let cell = plan.rank[item] as usize * steps + plan.micro_batch[item] as usize;

@@ -10,8 +10,9 @@ use pyo3::buffer::PyUntypedBuffer;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyMemoryView};
+use rustix::event::epoll;
 use rustix::io::Errno;
-use rustix::net::{recv, send, RecvFlags, SendFlags};
+use rustix::net::{recv, send, shutdown, RecvFlags, SendFlags, Shutdown};
 use sao_core::shared::{self, Place, Reader, Region, Writer};
 use sao_core::Error;
 
@@ -52,32 +53,37 @@ impl Source {
     }
 }
 
-/// A connected stream socket; `gone` once the other side closed it or died.
+/// A connected stream socket, and the epoll it is registered with; `gone` once the other side closed it or died.
 struct Line {
-    socket: Mutex<Option<OwnedFd>>,
+    socket: Mutex<Option<(OwnedFd, Option<Arc<OwnedFd>>)>>,
     gone: AtomicBool,
+    /// Who made it. A process that was forked has copies, and is not asked whether the line ends.
+    process: u32,
 }
 
 impl Line {
     /// Takes the socket over.
-    fn new(socket: RawFd) -> PyResult<Self> {
+    fn new(socket: RawFd, epoll: Option<Arc<OwnedFd>>) -> PyResult<Self> {
         if socket < 0 {
             return Err(validation(format!("socket: {socket} is no descriptor")));
         }
         // SAFETY: the caller detached it from its socket object for this.
         let socket = unsafe { OwnedFd::from_raw_fd(socket) };
         Ok(Self {
-            socket: Mutex::new(Some(socket)),
+            socket: Mutex::new(Some((socket, epoll))),
             gone: AtomicBool::new(false),
+            process: std::process::id(),
         })
     }
 
     fn number(&self) -> RawFd {
-        lock(&self.socket).as_ref().map_or(-1, AsRawFd::as_raw_fd)
+        lock(&self.socket)
+            .as_ref()
+            .map_or(-1, |(socket, _)| socket.as_raw_fd())
     }
 
     fn ring(&self) {
-        if let Some(socket) = &*lock(&self.socket) {
+        if let Some((socket, _)) = &*lock(&self.socket) {
             match send(socket, b"!", SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
                 // What fills the socket wakes as well.
                 Ok(_) | Err(Errno::AGAIN | Errno::INTR) => {}
@@ -89,7 +95,7 @@ impl Line {
     /// Takes what was rung.
     fn hear(&self) {
         let end = match &*lock(&self.socket) {
-            Some(socket) => match recv(socket, &mut [0u8; 256][..], RecvFlags::DONTWAIT) {
+            Some((socket, _)) => match recv(socket, &mut [0u8; 256][..], RecvFlags::DONTWAIT) {
                 Ok((0, _)) => true,
                 Ok(_) | Err(Errno::AGAIN | Errno::INTR) => false,
                 Err(_) => true,
@@ -105,9 +111,23 @@ impl Line {
         self.gone.load(Relaxed)
     }
 
+    /// Also where a process that was forked has copies: the other side sees the end, and epoll is silent.
     fn close(&self) {
-        lock(&self.socket).take();
+        if let Some((socket, epoll)) = lock(&self.socket).take() {
+            if self.process == std::process::id() {
+                if let Some(epoll) = epoll {
+                    let _ = epoll::delete(epoll, &socket);
+                }
+                let _ = shutdown(&socket, Shutdown::Both);
+            }
+        }
         self.gone.store(true, Relaxed);
+    }
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        self.close();
     }
 }
 
@@ -133,7 +153,7 @@ impl SharedWriter {
 impl SharedWriter {
     #[new]
     fn new(py: Python<'_>, memory: i32, socket: i32, capacity: usize) -> PyResult<Self> {
-        let line = Line::new(socket)?;
+        let line = Line::new(socket, None)?;
         let region = py.detach(|| map(memory, capacity, true))?;
         Ok(Self {
             writer: Mutex::new(Some(Writer::new(region))),
@@ -193,11 +213,10 @@ impl SharedWriter {
         self.line.number()
     }
 
-    fn close(&self) {
+    /// Waits for a copy that another thread makes.
+    fn close(&self, py: Python<'_>) {
         self.line.close();
-        if let Ok(mut writer) = self.writer.try_lock() {
-            writer.take();
-        }
+        py.detach(|| lock(&self.writer).take());
     }
 }
 
@@ -226,8 +245,8 @@ impl Peer {
     }
 }
 
-#[derive(Default)]
 struct State {
+    epoll: Arc<OwnedFd>,
     peers: Vec<Arc<Peer>>,
     next: usize,
     in_a_row: u32,
@@ -289,7 +308,6 @@ impl State {
 
 /// See `sao._core.pyi`.
 #[pyclass(frozen, module = "sao._core")]
-#[derive(Default)]
 struct SharedReaders {
     state: Mutex<Option<State>>,
 }
@@ -305,15 +323,29 @@ impl SharedReaders {
 
 #[pymethods]
 impl SharedReaders {
+    /// Of senders whose sockets the caller registers with this epoll.
     #[new]
-    fn new() -> Self {
-        Self {
-            state: Mutex::new(Some(State::default())),
+    fn new(epoll: i32) -> PyResult<Self> {
+        if epoll < 0 {
+            return Err(validation(format!("epoll: {epoll} is no descriptor")));
         }
+        // SAFETY: the caller keeps it open until this returns.
+        let epoll = unsafe { BorrowedFd::borrow_raw(epoll) };
+        let state = State {
+            epoll: Arc::new(epoll.try_clone_to_owned()?),
+            peers: Vec::new(),
+            next: 0,
+            in_a_row: 0,
+            dozing: false,
+        };
+        Ok(Self {
+            state: Mutex::new(Some(state)),
+        })
     }
 
     fn add(&self, memory: i32, socket: i32, capacity: usize) -> PyResult<()> {
-        let line = Line::new(socket)?;
+        let epoll = lock(&self.state).as_ref().map(|state| state.epoll.clone());
+        let line = Line::new(socket, epoll)?;
         let region = map(memory, capacity, false)?;
         let peer = Arc::new(Peer {
             reader: Mutex::new(Reader::new(region.clone())),
