@@ -170,8 +170,12 @@ def test_any_contiguous_bytes_go_and_others_are_refused(endpoint: str) -> None:
         sender.send(memoryview(b"head"), numbers)
         with receiver.receive(5) as got:
             assert (got.header, bytes(got.payload)) == (b"head", numbers.tobytes())
-        for header, payload, name in ((b"", numbers[:, 1], "payload"), (b"", "text", "payload"), (3, b"", "header")):
-            with pytest.raises(ValidationError, match=f"{name}: expected contiguous bytes"):
+        for header, payload, named in (
+            (b"", numbers[:, 1], "payload: ndarray"),
+            (b"", "text", "payload: str"),
+            (3, b"", "header: int"),
+        ):
+            with pytest.raises(ValidationError, match=f"{named}, expected contiguous bytes"):
                 sender.send(header, payload)
         with pytest.raises(ValidationError, match="header: 1048577 bytes, at most 1048576"):
             sender.send(bytes((1 << 20) + 1), b"")

@@ -18,6 +18,7 @@ use sao_core::Error;
 
 use crate::error::{guard, to_py, validation};
 use crate::lend;
+use crate::wire::type_name;
 
 /// Above this many bytes the GIL is released.
 const DETACH_BYTES: usize = 1 << 16;
@@ -32,14 +33,17 @@ fn closed(what: &str) -> PyErr {
     to_py(Error::Closed(format!("the {what} is closed")))
 }
 
-/// Bytes of all kinds of contiguous Python objects.
+/// Bytes of all kinds of contiguous Python objects; without the memoryview of `wire`, which costs more than a small copy.
 struct Source(PyUntypedBuffer);
 
 impl Source {
     fn new(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
         match PyUntypedBuffer::get(object) {
             Ok(buffer) if buffer.is_c_contiguous() => Ok(Self(buffer)),
-            _ => Err(validation(format!("{name}: expected contiguous bytes"))),
+            _ => Err(validation(format!(
+                "{name}: {}, expected contiguous bytes",
+                type_name(object)
+            ))),
         }
     }
 

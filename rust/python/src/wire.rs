@@ -84,7 +84,7 @@ impl Bytes {
     }
 }
 
-fn type_name(object: &Bound<'_, PyAny>) -> String {
+pub fn type_name(object: &Bound<'_, PyAny>) -> String {
     object
         .get_type()
         .name()
