@@ -306,11 +306,16 @@ class SharedWriter:
     @property
     def gone(self) -> bool: ...
     def fileno(self) -> int: ...
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the line and gives the memory up; waits for a copy that another thread makes."""
+
 
 @final
 class SharedReaders:
-    """The receiving ends of any number of senders. Never waits."""
+    """The receiving ends of any number of senders. Never waits.
+
+    `epoll`: descriptor of the epoll with which the caller registers their sockets; what is closed is taken out of it.
+    """
 
     def __new__(cls, epoll: int) -> SharedReaders: ...
     def add(self, memory: int, socket: int, capacity: int) -> None:
