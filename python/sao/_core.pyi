@@ -309,7 +309,6 @@ class SharedWriter:
     def close(self) -> None:
         """Ends the line and gives the memory up; waits for a copy that another thread makes."""
 
-
 @final
 class SharedReaders:
     """The receiving ends of any number of senders. Never waits.
