@@ -11,8 +11,9 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -211,6 +212,45 @@ def test_a_sender_that_waits_learns_that_the_receiver_died(endpoint: str) -> Non
     with SharedReceiver(endpoint), pytest.raises(TransportError, match="another process listens"):
         SharedReceiver(endpoint)
     assert not Path(endpoint.removeprefix("ipc://")).exists()
+
+
+def test_of_receivers_that_begin_or_end_at_once_one_listens(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    moments: dict[str, Callable[[], None]] = {}
+
+    class Socket(socket.socket):
+        def listen(self, backlog: int = 0) -> None:
+            moments.pop("listen", lambda: None)()
+            super().listen(backlog)
+
+        def close(self) -> None:
+            super().close()
+            moments.pop("close", lambda: None)()
+
+    monkeypatch.setattr("sao.transport.shared.socket.socket", Socket)
+    others: list[SharedReceiver | TransportError] = []
+
+    def other() -> None:
+        try:
+            others.append(SharedReceiver(endpoint))
+        except TransportError as error:
+            others.append(error)
+
+    def beside() -> None:
+        thread.start()
+        thread.join(0.3)  # it has to wait
+
+    thread = threading.Thread(target=other)
+    moments["listen"] = beside
+    receiver = SharedReceiver(endpoint)
+    thread.join(30)
+    assert "another process listens" in str(others.pop())
+    moments["close"] = other
+    receiver.close()
+    (successor,) = others
+    assert isinstance(successor, SharedReceiver)
+    with successor, SharedSender(endpoint) as sender:
+        sender.send(b"", b"one")
+        successor.receive(5).release()
 
 
 def test_a_flush_counts_what_was_released_before_the_receiver_went(endpoint: str) -> None:

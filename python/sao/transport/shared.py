@@ -21,6 +21,8 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -122,15 +124,19 @@ class SharedReceiver:
     def __init__(self, endpoint: str) -> None:
         self._path = _path(endpoint)
         check_private(self._path.parent)
-        clear_stale(self._path)
         self._strangers: dict[int, socket.socket] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._listener.setblocking(False)
-            self._listener.bind(str(self._path))
-            self._listener.listen(_BACKLOG)
+            with _alone(self._path.parent):
+                clear_stale(self._path)
+                self._listener.bind(str(self._path))
+                self._listener.listen(_BACKLOG)
             self._epoll = select.epoll()
             self._readers = _core.SharedReaders(self._epoll.fileno())
+        except TransportError:
+            self._listener.close()
+            raise
         except OSError as error:
             self._listener.close()
             raise TransportError(f"endpoint {endpoint!r}: cannot listen: {error}") from None
@@ -153,8 +159,9 @@ class SharedReceiver:
                 stranger.close()
             self._strangers.clear()
             self._epoll.close()
-            self._listener.close()
+            # In this order: once nobody listens, the path may be that of another receiver.
             self._path.unlink(missing_ok=True)
+            self._listener.close()
 
     def _wait(self, timeout_s: float | None) -> Received:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -226,6 +233,17 @@ class SharedReceiver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process at a time: what is bound and does not listen yet looks like what a killed one left."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # held for a moment
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _path(endpoint: str) -> Path:
