@@ -33,8 +33,14 @@ def arguments(**changed: Any) -> dict[str, Any]:
             {"segment_offsets": np.array([0, 3, 2, 4]), "trajectory_offsets": [0, 3]},
             r"segment_offsets\[2\]: 2 is below",
         ),
-        ({"segment_offsets": np.array([0, 2, 5])}, "segment_offsets: must start with 0 and end with 4"),
-        ({"segment_offsets": np.array([], np.int64)}, "segment_offsets: must start with 0"),
+        (
+            {"segment_offsets": np.array([0, 2, 5])},
+            "segment_offsets: must start with 0 and end with 4, got 0 and 5$",
+        ),
+        (
+            {"segment_offsets": np.array([], np.int64)},
+            "segment_offsets: must start with 0 and end with 4, is empty$",
+        ),
         ({"trajectory_offsets": np.array([0, 3])}, "trajectory_offsets: must start with 0 and end with 2"),
         ({"trajectory_offsets": np.array([0, -1, 2]), "rewards": [0, 0]}, r"trajectory_offsets\[1\]: -1 is below"),
         ({"rewards": np.array([1, 2], np.float32)}, "rewards: 2 entries for 1 trajectories"),

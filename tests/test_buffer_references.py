@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from buffer_tools import conserved, until
 
-from sao import TrajectoryBuffer, _core
+from sao import TrajectoryBuffer, _core, encode
 from sao.bench.workloads import trajectory
 from sao.errors import DeadlineError, FullError, ValidationError
 
@@ -146,3 +146,14 @@ def test_no_reference_is_lost_or_gained() -> None:
         with pytest.raises(ValidationError):
             buffer.put_object(thing, 1, -1)
     assert sys.getrefcount(thing) == before
+
+
+@pytest.mark.parametrize("by_reference", [False, True])
+def test_what_is_no_trajectory_is_refused_by_name(by_reference: bool) -> None:
+    buffer: Any = TrajectoryBuffer(4, 1 << 20, by_reference=by_reference)
+    for wrong in (encode(trajectory(9)), None):
+        with pytest.raises(ValidationError, match=rf"^trajectory: <class '{type(wrong).__name__}'> is not a sao.Traj"):
+            buffer.put(wrong)
+        with pytest.raises(ValidationError, match=r"is not a sao\.Trajectory"):
+            asyncio.run(buffer.put_async(wrong))
+    assert len(buffer) == 0 and buffer.stats()["bytes"] == 0

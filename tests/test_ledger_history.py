@@ -1,5 +1,7 @@
 """Steps that are taken back, and what a ledger's file says was trained, from Python."""
 
+import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -64,7 +66,9 @@ def test_a_compacted_file_tells_what_is_left_and_refuses_the_rest(tmp_path: Path
         assert new < old / 3 and path.stat().st_size == new
         assert (ledger.counts(), ledger.tokens(), ledger_history(path, 25)) == before
         with pytest.raises(
-            LedgerError, match="steps up to 25 are no longer listed one by one; asked for those after 24"
+            LedgerError,
+            match=rf"^{re.escape(str(path))}: was compacted: steps up to 25 are no longer listed one by one; "
+            "asked for those after 24$",
         ):
             ledger_history(path, 24)
         ledger.issue(62)
@@ -73,3 +77,22 @@ def test_a_compacted_file_tells_what_is_left_and_refuses_the_rest(tmp_path: Path
     with Ledger(path) as again:
         assert again.tokens() == after and again.last_step == 28 and again.state(62) == "issued"
         again.check()
+
+
+def test_a_file_that_could_not_be_made_short_leaves_nothing_on_a_full_disk(tmp_path):
+    path = tmp_path / "ledger.log"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Ledger(path) as ledger:
+        for step in range(1, 31):
+            train(ledger, step, [2 * step, 2 * step + 1])
+        ledger.sync()
+        size, before = path.stat().st_size, ledger.tokens()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # no file may become longer
+        try:
+            with pytest.raises(LedgerError, match=r"ledger.log: cannot be compacted: File too large"):
+                ledger.compact(5)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert [found.name for found in tmp_path.iterdir()] == ["ledger.log"] and path.stat().st_size == size
+        train(ledger, 31, [100])
+        assert ledger.compact(30)[1] < size and ledger.tokens()["trained"] == before["trained"] + 5

@@ -69,7 +69,7 @@ def test_a_writable_array_is_copied_and_byte_order_is_that_of_the_wire() -> None
     ("sidecars", "message"),
     [
         ({"": np.zeros(1)}, 'name "" is empty'),
-        ({"a": np.zeros(1, np.complex128)}, 'dtype "complex128" is not one that travels'),
+        ({"a": np.zeros(1, np.complex128)}, 'dtype "complex128" is none of bool, uint8, .*, float64$'),
         ({"a": np.array([object()])}, "dtype|buffer"),
         ({"a": np.zeros((1,) * 9)}, "9 dimensions, at most 8"),
         ({f"{n}": np.zeros(1) for n in range(257)}, "sidecars: 257, at most 256"),

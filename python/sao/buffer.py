@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sao import _core
-from sao.errors import DeadlineError
+from sao.errors import DeadlineError, ValidationError
 from sao.trajectory import Trajectory, decode, encode_frames
 
 Result = TypeVar("Result")
@@ -119,13 +119,13 @@ class TrajectoryBuffer:
 
     async def put_async(self, trajectory: Trajectory, timeout_s: float | None = None) -> int:
         """As `put`, for coroutines: the event loop goes on while it waits, and no thread waits for it."""
-        version = _oldest(trajectory)
         if self._by_reference:
-            size = _array_bytes(trajectory)
+            size, version = _array_bytes(trajectory), _oldest(trajectory)
             waiter = self._core.wait_to_put(size)
             attempt = lambda: waiter.put_object(trajectory, version)  # noqa: E731
         else:
             header, payload, *sidecars = encode_frames(trajectory)
+            version = _oldest(trajectory)
             size = sum(len(frame) for frame in (header, payload, *sidecars))
             waiter = self._core.wait_to_put(size)
             attempt = lambda: waiter.put(header, payload, version, sidecars)  # noqa: E731
@@ -179,6 +179,8 @@ def _decoded(lease: _core.Lease) -> Trajectory:
 
 
 def _array_bytes(trajectory: Trajectory) -> int:
+    if not isinstance(trajectory, Trajectory):
+        raise ValidationError(f"trajectory: {type(trajectory)} is not a sao.Trajectory")
     columns = ("token_ids", "action_mask", "logprobs", "version_spans")
     own = sum(getattr(segment, column).nbytes for segment in trajectory.segments for column in columns)
     return own + sum(array.nbytes for array in trajectory.sidecars.values())

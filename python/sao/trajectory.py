@@ -222,11 +222,11 @@ def encode_frames(
     `formats`: what the reader reads (see `common_formats`). Raises `ValidationError` as `encode`, and for sidecars that
     the reader does not know.
     """
+    frames = encode(trajectory)  # what is no trajectory is refused here
     needed = 2 if trajectory.sidecars else 1
     if needed not in formats:
         raise ValidationError(f"sidecars: need format {needed}, the reader reads {sorted(formats)}")
-    frames = (array.reshape(-1).view(np.uint8).data for array in trajectory.sidecars.values())
-    return (*encode(trajectory), *frames)
+    return (*frames, *(array.reshape(-1).view(np.uint8).data for array in trajectory.sidecars.values()))
 
 
 def split_frames(frames: Sequence[Any]) -> list[tuple[Any, ...]]:

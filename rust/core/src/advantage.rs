@@ -672,11 +672,14 @@ fn check(
 }
 
 fn check_offsets(name: &str, offsets: &[i64], end: usize) -> Result<()> {
-    if offsets.first() != Some(&0) || offsets.last() != Some(&(end as i64)) {
+    let (Some(first), Some(last)) = (offsets.first(), offsets.last()) else {
         return fail(format!(
-            "{name}: must start with 0 and end with {end}, got {:?} and {:?}",
-            offsets.first(),
-            offsets.last()
+            "{name}: must start with 0 and end with {end}, is empty"
+        ));
+    };
+    if *first != 0 || *last != end as i64 {
+        return fail(format!(
+            "{name}: must start with 0 and end with {end}, got {first} and {last}"
         ));
     }
     match offsets.windows(2).position(|pair| pair[0] > pair[1]) {

@@ -36,6 +36,7 @@ pub struct TrainedStep {
 pub struct History {
     runs: Runs,
     last: Option<u64>,
+    folded: Option<u64>,
     /// Steps after the one that was asked for, in order.
     pub steps: Vec<TrainedStep>,
 }
@@ -54,6 +55,12 @@ impl History {
             state.replay(&event)
         })?;
         state.check_whole()?;
+        if let Some(folded) = found.folded.filter(|folded| *folded > after) {
+            return fault(format!(
+                "{}: was compacted: steps up to {folded} are no longer listed one by one; asked for those after {after}",
+                path.display()
+            ));
+        }
         Ok(found)
     }
 
@@ -65,11 +72,7 @@ impl History {
     pub(crate) fn note(&mut self, state: &State, event: &Event, after: u64) -> Result<()> {
         match event {
             Event::Base(base) => {
-                if let Some(last) = base.last_step.filter(|last| *last > after) {
-                    return fault(format!(
-                        "the file was compacted: steps up to {last} are no longer listed one by one; asked for those after {after}"
-                    ));
-                }
+                self.folded = base.last_step;
                 self.last = base.last_step;
             }
             Event::Part(Part::Trained(runs)) if !self.runs.append(runs) => {

@@ -233,6 +233,7 @@ impl Journal {
             Ok((file, bytes))
         };
         let (file, bytes) = write().map_err(|error: std::io::Error| {
+            let _ = std::fs::remove_file(&beside); // the disk may be full
             let text = format!("{}: cannot be compacted: {error}", self.path.display());
             Error::Ledger(text)
         })?;

@@ -83,7 +83,8 @@ pub(crate) fn check(sidecars: &[Sidecar<'_>], length: impl Fn(usize) -> usize) -
         }
         if !DTYPES.iter().any(|(known, _)| known == dtype) {
             return fault(format!(
-                "sidecars[{name:?}]: dtype {dtype:?} is not one that travels"
+                "sidecars[{name:?}]: dtype {dtype:?} is none of {}",
+                DTYPES.map(|(known, _)| known).join(", ")
             ));
         }
         if shape.len() > MAX_DIMENSIONS {

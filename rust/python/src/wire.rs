@@ -214,7 +214,9 @@ impl Arrays {
 /// The arrays of all segments and all sidecars.
 pub fn arrays(trajectory: &Bound<'_, PyAny>) -> PyResult<Arrays> {
     let py = trajectory.py();
-    let value = trajectory.getattr(intern!(py, "sidecars"))?;
+    let value = trajectory
+        .getattr(intern!(py, "sidecars"))
+        .map_err(|_| wrong(&trajectory.get_type(), "trajectory", "a sao.Trajectory"))?;
     let map = value
         .cast::<PyDict>()
         .map_err(|_| wrong(&value, "sidecars", "a dict of arrays"))?;
