@@ -310,7 +310,9 @@ class TransportSection(Section):
         description="tcp://HOST:PORT where the learner serves weights to generators on other hosts;"
         " host *: every interface, for a learner on the broker's host",
     )
-    max_message_bytes: int = Field(1 << 28, ge=1 << 16, description="larger messages are refused before they are read")
+    max_message_bytes: int = Field(
+        1 << 28, ge=1 << 16, lt=1 << 32, description="messages with a larger frame are refused before they are read"
+    )
     heartbeat_s: float = Field(1.0, gt=0, description="time between two signs of life, seconds")
     peer_timeout_s: float = Field(15.0, gt=0, description="a peer silent for this long is gone, seconds")
     outage_s: float = Field(300.0, ge=0, description="how long peers wait for a broker that is away, seconds; 0: not")

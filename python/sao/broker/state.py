@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from sao import _core
-from sao.broker import dispatch, formats, intake, leases, recovery, report
+from sao.broker import dispatch, formats, intake, leases, recovery, report, wal
 from sao.broker.evals import EvalRounds
 from sao.broker.groups import INCOMPLETE, Groups
 from sao.broker.memory import Memory
@@ -138,7 +138,8 @@ class State:
             return _refused(task)
         generator = self.pool.by_name.get(name)
         n_bytes = sum(memoryview(frame).nbytes for frame in frames)
-        fault, text = intake.fault(facts, n_bytes, self.store.max_bytes, self.versions, self.formats)
+        most = min(self.store.max_bytes, wal.MAX_BODY_BYTES)
+        fault, text = intake.fault(facts, n_bytes, most, self.versions, self.formats)
         if text:
             self.event("error", f"generator {name}: {text}")
         if fault:

@@ -34,6 +34,7 @@ MAGIC: Final = b"SAOW"
 _HEAD: Final = struct.Struct("<4sB3xQIIIII")
 _CRC: Final = struct.Struct("<I")
 HEAD_BYTES: Final = _HEAD.size + _CRC.size
+MAX_BODY_BYTES: Final = (1 << 32) - 1  # what a record's head can say of each of its two
 _SUFFIX: Final = ".wal"
 _NUMBER: Final = re.compile(r"[0-9]{8,}")
 
@@ -129,8 +130,8 @@ class Log:
         """
         bodies = [memoryview(body).cast("B") for body in (header, *payload)]
         crc, second = 0, sum(body.nbytes for body in bodies[1:])
-        if second >= 1 << 32:
-            raise LedgerError(f"{Kind(kind).name.lower()} of task {ordinal}: {second} bytes, at most {(1 << 32) - 1}")
+        if second > MAX_BODY_BYTES:
+            raise LedgerError(f"{Kind(kind).name.lower()} of task {ordinal}: {second} bytes, at most {MAX_BODY_BYTES}")
         for body in bodies:
             crc = zlib.crc32(body, crc)
         head = _HEAD.pack(MAGIC, kind, ordinal, attempt, part, bodies[0].nbytes, second, crc)
