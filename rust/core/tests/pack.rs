@@ -232,6 +232,17 @@ fn a_heavy_segment_does_not_idle_the_others_more_than_it_must() {
 }
 
 #[test]
+fn the_last_segment_of_a_micro_batch_stays() {
+    // The search makes room for it in the other one, which would make the step shorter.
+    let layout = Layout {
+        linear_cost: 24.0,
+        ..layout(3, 100, 1)
+    };
+    let plan = check(&[61, 29, 59, 42, 10, 25, 41, 32], &layout);
+    assert_eq!(plan.n_micro_batches, 2);
+}
+
+#[test]
 fn the_hash_is_of_the_lengths_too() {
     let of = |lengths: &[i64]| check(lengths, &layout(2, 16, 1));
     let (plan, other) = (of(&[5, 9, 2, 16, 7, 7]), of(&[5, 9, 2, 16, 7, 6]));
