@@ -14,7 +14,7 @@ import pytest
 
 def sao(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "sao.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "sao", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=60)
 
 

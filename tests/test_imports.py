@@ -18,6 +18,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # do not know each other, except where `PEERS` says so.
 CONFIG = ("config", "config_sections", "config_estimators", "config_faults")
 LAYERS = [
+    {"__main__"},
     {"cli"},
     {"runtime", "bench"},
     {"generator", "broker", "learner"},

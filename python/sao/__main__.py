@@ -1,0 +1,5 @@
+"""`python -m sao` is `sao`."""
+
+from sao.cli import main
+
+main()
