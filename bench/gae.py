@@ -111,12 +111,15 @@ def run_numba(data: dict[str, np.ndarray]) -> np.ndarray:
     return out
 
 
-def run_sao(data: dict[str, np.ndarray], mode: str = "paper", segments: int = 1, threads: int = 1) -> np.ndarray:
+def cut(data: dict[str, np.ndarray], segments: int) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets of segments in tokens and of trajectories in segments, when each trajectory is cut into so many."""
     cuts = data["cuts"]
-    first = np.arange(len(cuts), dtype=np.int64)
-    if segments > 1:
-        inner = cuts[:-1, None] + np.diff(cuts)[:, None] * np.arange(segments) // segments
-        cuts, first = np.append(inner.ravel(), cuts[-1]), first * segments
+    inner = cuts[:-1, None] + np.diff(cuts)[:, None] * np.arange(segments) // segments
+    return np.append(inner.ravel(), cuts[-1]), np.arange(len(cuts), dtype=np.int64) * segments
+
+
+def run_sao(data: dict[str, np.ndarray], offsets: tuple[np.ndarray, np.ndarray], mode: str, threads: int) -> np.ndarray:
+    cuts, first = offsets
     out, _, _ = advantages(
         data["values"],
         data["mask"],
@@ -150,8 +153,9 @@ def main() -> None:
             "torch loop": partial(run_torch, data, [torch.from_numpy(array) for array in arrays]),
             "numpy loop": partial(run_numpy, data, arrays),
             "numba": partial(run_numba, data),
-            "sao": partial(run_sao, data),
-            "sao, 4 segments, chained": partial(run_sao, data, "chained", 4),
+            "sao": partial(run_sao, data, cut(data, 1), "paper", 1),
+            "sao, 4 segments, chained": partial(run_sao, data, cut(data, 4), "chained", 1),
+            "sao, 2 threads": partial(run_sao, data, cut(data, 1), "paper", 2),
         }
         want = run_numba(data)
         for kind, call in runs.items():
@@ -161,7 +165,8 @@ def main() -> None:
             time_s = median(seconds(call, at_least=1 if slow else 9))
             error = float(np.abs(call() - want)[mask].max())
             rows.append([name, kind, time_s * 1e3, tokens / time_s / 1e6, error])
-    report("gae", ["batch", "how", "ms (median)", "M tokens/s", "max difference"], rows, "one thread each")
+    columns = ["batch", "how", "ms (median)", "M tokens/s", "max difference"]
+    report("gae", columns, rows, "one thread each, unless two are named")
 
 
 if __name__ == "__main__":
