@@ -75,6 +75,7 @@ evidence: $(VENV)/.vllm
 	done
 	scripts/loom.sh
 	scripts/tsan.sh
+	scripts/cpus.sh
 	scripts/instructions.sh
 	scripts/memcheck.sh
 

@@ -42,17 +42,24 @@ pub(crate) enum Width {
     Avx512,
 }
 
-/// The widest of them that this CPU can run.
+/// The widest of them that this CPU can run; `scripts/cpus.sh` has the tests run as on lesser ones.
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn width() -> Width {
     use std::arch::is_x86_feature_detected as has;
+    if cfg!(sao_cpu = "base") {
+        return Width::Base;
+    }
     let two = has!("avx2")
         && has!("bmi1")
         && has!("bmi2")
         && has!("fma")
         && has!("lzcnt")
         && has!("popcnt");
-    let four = has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl");
+    let four = cfg!(not(sao_cpu = "avx2"))
+        && has!("avx512f")
+        && has!("avx512bw")
+        && has!("avx512dq")
+        && has!("avx512vl");
     match (two, four) {
         (true, true) => Width::Avx512,
         (true, false) => Width::Avx2,
