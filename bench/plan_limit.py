@@ -11,10 +11,11 @@ import argparse
 import numba
 import numpy as np
 from common import agentic_lengths, report
+from pack import RANKS, cost
 
 from sao import plan
 
-RANKS, CAPACITY, LIMIT = 8, 200_000, 1.02
+CAPACITY, LIMIT = 200_000, 1.02
 
 
 @numba.njit(cache=False)
@@ -80,8 +81,7 @@ def main() -> None:
     for seed in range(2 if quick else 8):
         lengths = agentic_lengths(512, seed)
         made = plan(lengths, RANKS, CAPACITY, 1)
-        wide = lengths.astype(np.float64)
-        costs = 24576.0 * wide + wide * wide
+        costs = cost(lengths)
         total = made.costs.sum(axis=1)
         step = RANKS * made.costs.max(axis=0).sum() / made.costs.sum()
         bin_of = made.micro_batch.astype(np.int64) * RANKS + made.rank
