@@ -426,12 +426,7 @@ impl Source {
     }
 
     fn bytes(&self) -> &[u8] {
-        if self.0.len_bytes() == 0 {
-            return &[];
-        }
-        // SAFETY: the exporter keeps this contiguous memory of `len_bytes` bytes valid until the buffer is released,
-        // which happens when `self` is dropped. A caller that writes to it during the call gets some mixture of bytes.
-        unsafe { std::slice::from_raw_parts(self.0.buf_ptr().cast::<u8>(), self.0.len_bytes()) }
+        lend::bytes(&self.0)
     }
 }
 

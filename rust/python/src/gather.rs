@@ -7,6 +7,7 @@ use sao_core::gather::{self, Piece};
 
 use crate::array::array;
 use crate::error::{guard, validation};
+use crate::lend;
 
 /// Above this many bytes the GIL is released.
 const DETACH_BYTES: usize = 1 << 16;
@@ -95,17 +96,8 @@ fn gather_rows(
                     target.format()
                 )));
             }
-            // SAFETY: `value` holds this many bytes, contiguous, as long as it lives; the GIL is held.
-            unsafe { std::slice::from_raw_parts(value.buf_ptr().cast::<u8>(), size) }.to_vec()
+            lend::bytes(&value).to_vec()
         }
-    };
-    let slice = |source: &PyUntypedBuffer| -> &'static [u8] {
-        if source.len_bytes() == 0 {
-            return &[];
-        }
-        // SAFETY: the memory is held by `sources` until this function returns, and the slice is used no longer. Python
-        // code that writes to it meanwhile makes some mixture of bytes.
-        unsafe { std::slice::from_raw_parts(source.buf_ptr().cast::<u8>(), source.len_bytes()) }
     };
     let pieces: Vec<Piece<'_>> = sources
         .iter()
@@ -113,7 +105,7 @@ fn gather_rows(
         .map(|(source, (&row, &position))| Piece {
             row,
             start: position.saturating_mul(size),
-            bytes: slice(source),
+            bytes: lend::bytes(source),
         })
         .collect();
     let whole: &mut [u8] = if target_bytes == 0 {

@@ -1,9 +1,24 @@
-//! Memory that Python may read where it lies.
+//! Memory that is read where it lies: Python's here, and ours there.
 
 use std::ffi::c_int;
 
+use pyo3::buffer::PyUntypedBuffer;
 use pyo3::ffi;
 use pyo3::prelude::*;
+
+/// The bytes of a contiguous object of Python's, as long as `buffer` holds them. Python code that writes to them meanwhile
+/// makes some mixture of bytes: who minds that keeps the GIL, or takes only what cannot be written to.
+///
+/// # Panics
+/// When it is not contiguous, which whoever got the buffer has to refuse.
+pub fn bytes(buffer: &PyUntypedBuffer) -> &[u8] {
+    assert!(buffer.is_c_contiguous());
+    match buffer.len_bytes() {
+        0 => &[],
+        // SAFETY: so many contiguous bytes, which the object keeps where they are until `buffer` is released.
+        len => unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), len) },
+    }
+}
 
 /// Fills `view` with the `len` bytes at `address`, to be read only; the view holds a reference of `owner`. What asks for
 /// writable bytes gets `BufferError`.

@@ -48,12 +48,7 @@ impl Source {
     }
 
     fn bytes(&self) -> &[u8] {
-        match self.0.len_bytes() {
-            0 => &[],
-            // SAFETY: this many contiguous bytes, held as long as `self`. Python code that writes to them meanwhile makes
-            // some mixture of bytes.
-            n => unsafe { std::slice::from_raw_parts(self.0.buf_ptr().cast(), n) },
-        }
+        lend::bytes(&self.0)
     }
 }
 

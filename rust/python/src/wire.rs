@@ -13,6 +13,7 @@ use sao_core::trajectory::{
 use sao_core::wire::{self, Limits, Place};
 
 use crate::error::{guard, validation};
+use crate::lend;
 use crate::objects;
 
 /// Payloads longer than this are worked on without the GIL; for less (some 20 us) giving it up costs more than it gives
@@ -69,14 +70,8 @@ impl Bytes {
     }
 
     fn slice(&self) -> &[u8] {
-        if self.buffer.len_bytes() == 0 {
-            return &[];
-        }
-        // SAFETY: the buffer is contiguous, `len_bytes` long and held by `self`. A writable buffer is only read while
-        // the GIL is held (`frozen`), so that Python code cannot change it meanwhile.
-        unsafe {
-            std::slice::from_raw_parts(self.buffer.buf_ptr().cast::<u8>(), self.buffer.len_bytes())
-        }
+        // A writable buffer is only read while the GIL is held (`frozen`), so that Python code cannot change it meanwhile.
+        lend::bytes(&self.buffer)
     }
 
     fn frozen(&self) -> bool {
