@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -152,12 +153,16 @@ def test_sleeping_forever_ends_at_the_wall_clock_limit_with_all_children(run: Ru
         time.sleep(0.05)
 
 
-def test_what_is_left_in_the_background_ends_with_the_script(run: Run) -> None:
+def test_what_is_left_in_the_background_is_gone_when_the_outcome_is_there(run: Run) -> None:
+    """Not just soon after: a grader reads the folder next. The newest processes are looked at first, and often."""
     began = time.monotonic()
-    outcome = run("(sleep 86398.5 > /dev/null 2>&1 &); echo over")
-    assert (outcome.exit_code, outcome.output) == (0, b"over\n")
-    assert time.monotonic() - began < 5
-    assert not any("86398.5" in " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]))
+    for _ in range(10):
+        outcome = run("for i in 1 2 3 4 5 6 7 8; do (sleep 86398.5 > /dev/null 2>&1 &); done; echo over")
+        for pid in reversed(psutil.pids()):
+            with suppress(OSError):
+                assert b"86398.5" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert (outcome.exit_code, outcome.output) == (0, b"over\n")
+    assert time.monotonic() - began < 50
 
 
 def test_a_fork_bomb_meets_the_limit_of_processes(run: Run) -> None:

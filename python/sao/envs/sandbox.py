@@ -14,6 +14,7 @@ of processes bounds the sum. Run as root, scripts get a user of their own: root 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import secrets
@@ -168,7 +169,8 @@ class Sandbox:
         Raises `EnvironmentFailure("sandbox_error")` if the sandbox did not come up: then the script has not run.
         """
         mark = secrets.token_hex(8).encode() + b"\n"
-        command = self._command(folders, environment or {}, mark, script)
+        told, telling = os.pipe()  # in it bubblewrap says which process is the first of the namespace
+        command = self._command(folders, environment or {}, mark, script, telling)
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -178,9 +180,13 @@ class Sandbox:
                 start_new_session=True,
                 cwd="/",
                 env={},
+                pass_fds=() if self._bwrap is None else (telling,),
             )
         except OSError as error:
+            os.close(told)
             raise EnvironmentFailure("sandbox_error", f"{command[0]}: {error}") from error
+        finally:
+            os.close(telling)
         kept, timed_out = bytearray(), False
         most = self.limits.output_bytes + len(mark)
         try:
@@ -190,14 +196,18 @@ class Sandbox:
         except TimeoutError:
             timed_out, cut = True, len(kept) >= most
         finally:
-            await _kill(process)
+            try:
+                await _kill(process)
+                await _gone(told)
+            finally:
+                os.close(told)
         if not kept.startswith(mark):
             raise EnvironmentFailure("sandbox_error", f"the sandbox did not start: {bytes(kept[:400])!r}")
         assert process.returncode is not None
         return Outcome(process.returncode, bytes(kept[len(mark) :]), timed_out, cut)
 
     def _command(
-        self, folders: Sequence[Folder], environment: Mapping[str, str], mark: bytes, script: str
+        self, folders: Sequence[Folder], environment: Mapping[str, str], mark: bytes, script: str, telling: int
     ) -> list[str]:
         limits = self.limits
         variables = {"PATH": f"{Path(sys.base_prefix) / 'bin'}:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
@@ -223,7 +233,7 @@ class Sandbox:
         for folder in folders:
             binds += ["--bind" if folder.writable else "--ro-bind", str(folder.host), folder.inside]
         return [
-            *(self._bwrap, *_bwrap_flags(), "--clearenv"),
+            *(self._bwrap, *_bwrap_flags(), "--info-fd", str(telling), "--clearenv"),
             *(part for name, value in pairs.items() for part in ("--setenv", name, value)),
             *("--proc", "/proc", "--dev", "/dev", "--perms", "1777"),
             *("--size", str(limits.tmp_bytes), "--tmpfs", "/tmp"),
@@ -262,3 +272,28 @@ async def _kill(process: asyncio.subprocess.Process) -> None:
         raise EnvironmentFailure(
             "timeout", f"process {process.pid} did not end within {_START_S:g} s of SIGKILL"
         ) from None
+
+
+async def _gone(told: int) -> None:
+    """Waits until nothing of the namespace is left: bubblewrap ends as soon as it knows the exit code, before the
+    kernel has killed what the script left in the background, and that could go on writing while a grader reads.
+
+    A process namespace's first process is gone only after all others (`zap_pid_ns_processes` in Linux).
+    """
+    try:
+        first = os.pidfd_open(json.loads(os.read(told, 1 << 12))["child-pid"])
+    except ProcessLookupError:
+        return
+    except ValueError:
+        return  # nothing whole: from unshare, which itself waits for the first process, or bubblewrap did not get far
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(first, ended.set)
+    try:
+        async with asyncio.timeout(_START_S):
+            await ended.wait()
+    except TimeoutError:
+        raise EnvironmentFailure("timeout", f"what a script had started did not end within {_START_S:g} s") from None
+    finally:
+        loop.remove_reader(first)
+        os.close(first)
