@@ -22,7 +22,7 @@ def conserved(buffer: _core.Buffer) -> bool:
     return s["received"] == s["trajectories"] + s["leased"] + s["committed"] + sum(s["dropped"].values())
 
 
-def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
     end = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < end, "did not happen in time"

@@ -99,8 +99,8 @@ def test_close_wakes_everybody(threads: ThreadPoolExecutor) -> None:
     buffer.close()
     for call in calls:
         with pytest.raises(ClosedError, match="the buffer is closed"):
-            call.result(5)
-    assert time.monotonic() - begin < 1
+            call.result(20)
+    assert time.monotonic() - begin < 20
     for call in (lambda: put(buffer, 1), lambda: buffer.take(1), lambda: buffer.try_take(1), lambda: buffer.advance(3)):
         with pytest.raises(ClosedError):
             call()
@@ -169,7 +169,7 @@ except KeyboardInterrupt:
         begin = time.monotonic()
         child.send_signal(signal.SIGINT)
         assert child.stdout.readline() == "interrupted\n"
-        assert time.monotonic() - begin < 1
+        assert time.monotonic() - begin < 10
         assert child.wait(10) == 0
 
 

@@ -28,7 +28,7 @@ def test_help_is_quick_and_names_the_commands():
     assert result.returncode == 0
     assert all(command in result.stdout for command in ("train", "eval", "doctor"))
     cpu_s = os.times().children_user - began[1]
-    assert cpu_s < 0.5, f"{cpu_s:.2f} s of CPU time"
+    assert cpu_s < 1.0, f"{cpu_s:.2f} s of CPU time"
 
 
 def test_version():

@@ -24,7 +24,11 @@ def main() -> None:
             "run": {"dir": str(folder.parent), "name": folder.name, "restart_killed": "ends" not in scenario},
             "model": {"path": "m"},
             "env": {"name": "lookup"},
-            "transport": {"shutdown_s": 1.5, "heartbeat_s": 0.2, "peer_timeout_s": 2.0},
+            "transport": {
+                "shutdown_s": 60.0 if "patient" in scenario else 1.5,
+                "heartbeat_s": 0.2,
+                "peer_timeout_s": 2.0,
+            },
             "generator": {"count": 2},
         }
     )

@@ -58,7 +58,7 @@ class Run:
         self.nothing_left()
         return outcome
 
-    def nothing_left(self, within_s: float = 0.5) -> None:
+    def nothing_left(self, within_s: float = 5.0) -> None:
         _, alive = psutil.wait_procs(self.family, timeout=within_s)
         assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE], alive
         mine = [p for p in psutil.process_iter(["cmdline"]) if str(self.folder) in " ".join(p.info["cmdline"] or [])]
@@ -160,7 +160,7 @@ def test_processes_that_ignore_everything_are_killed(start):
 
 
 def test_a_second_interrupt_kills_at_once(start):
-    run = start("endless", "deaf")
+    run = start("endless", "deaf", "patient")
     run.until("step")
     run.look()
     run.process.send_signal(signal.SIGINT)
@@ -168,7 +168,7 @@ def test_a_second_interrupt_kills_at_once(start):
     began = time.monotonic()
     run.process.send_signal(signal.SIGINT)
     run.end()
-    assert time.monotonic() - began < 1.4
+    assert time.monotonic() - began < 30  # half of what it would wait after one
 
 
 def test_what_a_dead_generator_had_started_dies_with_it(start):

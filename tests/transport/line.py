@@ -92,7 +92,7 @@ def client_of(server: Server | str, name: str = "c", role: str = "generator", **
     return Client(endpoint, role=role, name=name, **options)
 
 
-def until(condition: Callable[[], Any], deadline_s: float = 5.0) -> None:
+def until(condition: Callable[[], Any], deadline_s: float = 30.0) -> None:
     """Waits for a condition of another thread or process."""
     end = time.monotonic() + deadline_s
     while not condition():
