@@ -72,7 +72,7 @@ def done(reward: Any) -> StepResult:
 def configured(path: Path, **sections: dict[str, Any]) -> Config:
     base: dict[str, Any] = {
         "model": {"path": str(path)},
-        "env": {"name": "play", "max_turns": 4, "step_timeout_s": 0.2},
+        "env": {"name": "play", "max_turns": 4, "step_timeout_s": 10.0},
         "sampling": {"max_response_tokens": 6, "context_tokens": 64, "temperature": 0.7},
         "eval": {"temperature": 0.0},
     }
@@ -209,6 +209,7 @@ async def forever() -> None:
     await asyncio.sleep(3600)
 
 
+HANGS = {"env": {"step_timeout_s": 0.5}}
 FAILURES = {
     "reset raises": (Play(first=RuntimeError("no disk")), "reset_error"),
     "reset fails": (Play(first=EnvironmentFailure("no_sandbox", "x")), "no_sandbox"),
@@ -238,9 +239,9 @@ def test_failures_have_a_reason_and_no_reward(tiny_model: Path, case: str) -> No
     progress = Progress()
     began = time.monotonic()
     with pytest.raises(EnvironmentFailure) as caught:
-        play(tiny_model, env, progress=progress)
+        play(tiny_model, env, progress=progress, sections=HANGS if "hangs" in case else None)
     assert caught.value.reason == reason
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 60
     assert progress.sampled_tokens == 3 * len(env.heard)
 
 
@@ -319,7 +320,7 @@ def test_attempts_draw_differently_and_the_same_attempt_alike(tiny_model: Path) 
 
 def test_a_failing_or_hanging_close_does_not_spoil_the_result(tiny_model: Path) -> None:
     for close in (RuntimeError("x"), forever):
-        assert play(tiny_model, Play(done(1.0), close=close)).reward == 1.0
+        assert play(tiny_model, Play(done(1.0), close=close), sections=HANGS).reward == 1.0
 
 
 def test_a_tool_that_blocks_in_a_thread_or_ignores_its_cancellation_holds_up_nobody(tiny_model: Path) -> None:
@@ -335,7 +336,7 @@ def test_a_tool_that_blocks_in_a_thread_or_ignores_its_cancellation_holds_up_nob
 
     async def main() -> list[Any]:
         asyncio.get_running_loop().set_default_executor(DaemonExecutor())
-        config, renderer = configured(tiny_model), Renderer(tiny_model)
+        config, renderer = configured(tiny_model, env={"step_timeout_s": 1.0}), Renderer(tiny_model)
         engine = ScriptedEngine(says(20, END))
         envs = [*[Play(stuck) for _ in range(40)], *[Play(stubborn) for _ in range(4)], Play(done(1.0))]
         began = time.monotonic()
@@ -343,7 +344,7 @@ def test_a_tool_that_blocks_in_a_thread_or_ignores_its_cancellation_holds_up_nob
             *(run_episode(engine, env, renderer, Task(n, 0, n, "train"), config) for n, env in enumerate(envs)),
             return_exceptions=True,
         )
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15  # half of what the tool blocks
         assert all(env.closed == 1 for env in envs)
         let_go.set()
         await asyncio.sleep(0.1)
