@@ -18,6 +18,7 @@ import numpy as np
 from common import agentic_lengths, median, reasoning_lengths, report, seconds
 
 from sao import pack, plan
+from sao.bench.kernels import evenness
 
 RANKS = 8
 
@@ -113,7 +114,6 @@ def main() -> None:
                 ("sao, lock step alone", quick, quick().costs),
             ):
                 time_s = median(seconds(call, at_least=1))
-                total = costs.sum(axis=1)
                 counts = sorted({int((row > 0).sum()) for row in costs})
                 rows.append(
                     [
@@ -123,8 +123,7 @@ def main() -> None:
                         time_s * 1e3,
                         f"{costs.shape[1]}",
                         "equal" if kind.startswith("sao") or len(counts) == 1 else f"{counts[0]} to {counts[-1]}",
-                        total.max() / total.mean(),
-                        RANKS * costs.max(axis=0).sum() / costs.sum(),
+                        *evenness(costs),
                     ]
                 )
     columns = [

@@ -14,6 +14,7 @@ from common import agentic_lengths, report
 from pack import RANKS, cost
 
 from sao import plan
+from sao.bench.kernels import evenness
 
 CAPACITY, LIMIT = 200_000, 1.02
 
@@ -82,14 +83,13 @@ def main() -> None:
         lengths = agentic_lengths(512, seed)
         made = plan(lengths, RANKS, CAPACITY, 1)
         costs = cost(lengths)
-        total = made.costs.sum(axis=1)
-        step = RANKS * made.costs.max(axis=0).sum() / made.costs.sum()
+        imbalance, step = evenness(made.costs)
         bin_of = made.micro_batch.astype(np.int64) * RANKS + made.rank
         n_bins = made.n_micro_batches * RANKS
         moves = 200_000 if quick else 20_000_000
         tries = [anneal(lengths, costs, bin_of.copy(), n_bins, moves, number) for number in range(1 if quick else 3)]
         best_step, best_worst = min(tries, key=lambda found: (max(found[1], LIMIT), found[0]))
-        rows.append([f"{seed}", f"{made.n_micro_batches}", total.max() / total.mean(), best_worst, step, best_step])
+        rows.append([f"{seed}", f"{made.n_micro_batches}", imbalance, best_worst, step, best_step])
     columns = ["draw", "micro-batches", "imbalance", "annealed", "lock-step", "annealed lock-step"]
     report("plan_limit", columns, rows, f"512 agentic segments, {RANKS} ranks, imbalance wanted {LIMIT}")
 

@@ -9,7 +9,7 @@ cargo build --quiet --release -p sao-core --example hot_paths
 program="${CARGO_TARGET_DIR:-target}/release/examples/hot_paths"
 counted="$(mktemp)"
 trap 'rm -f "$counted"' EXIT
-for name in pack plan advantages encode decode buffer shared; do
+for name in pack plan odd_plans advantages encode decode buffer shared; do
 	log="$(valgrind --tool=callgrind --callgrind-out-file=/dev/null --toggle-collect='*measured*' "$program" "$name" 2>&1)"
 	echo "$name $(sed -n 's/.*Collected : *\([0-9]*\).*/\1/p' <<<"$log")" >>"$counted"
 done
@@ -17,5 +17,5 @@ if [ "${1:-}" = --write ]; then
 	cp "$counted" "$stored"
 fi
 join "$stored" "$counted" -j 1 --nocheck-order | awk '
-	{ worse = $3 > 1.05 * $2; bad += worse; printf "%-12s %12d stored %12d now %s\n", $1, $2, $3, worse ? "MORE" : "" }
+	{ worse = $3 > 1.05 * $2; bad += worse; printf "%-12s %12.0f stored %12.0f now %s\n", $1, $2, $3, worse ? "MORE" : "" }
 	END { exit bad > 0 }'

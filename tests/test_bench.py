@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from sao import bench
+from sao.bench.kernels import evenness
 from sao.bench.measure import Row, shown_rate, shown_time
 from sao.cli import app
 from sao.errors import ValidationError
@@ -29,6 +31,11 @@ def test_the_command_prints_and_writes(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["machine"]["cores"] >= 1
     assert {row["what"] for row in written["topics"]["pack"]} == {"pack", "plan for 8 ranks"}
+
+
+def test_how_even_a_plan_is() -> None:
+    assert evenness(np.array([[3.0, 1.0], [1.0, 1.0]])) == pytest.approx((4 / 3, 4 / 3))
+    assert evenness(np.array([[2.0, 1.0], [1.0, 2.0]])) == pytest.approx((1.0, 4 / 3))
 
 
 def test_unknown_topics_are_refused() -> None:

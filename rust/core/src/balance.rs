@@ -5,6 +5,8 @@
 //! closest to a lighter one, as long as the time in lock step does not grow. No row overflows and no micro-batch loses
 //! its last segment.
 
+use std::cell::Cell;
+
 use crate::descend::SHORT;
 use crate::pack::{lock_step, Layout, Plan};
 
@@ -17,6 +19,21 @@ const MAX_SHORTER: usize = 16;
 const OTHERS: usize = 4;
 /// Rows beyond which a plan is left as it is: with so many, ranks are even anyway.
 const MAX_ROWS: usize = 1 << 17;
+/// No cells yet.
+const NONE: [(f64, usize); 3] = [(0.0, usize::MAX); 3];
+/// Looks at segments and rows in a pass over a plan, some 30 ms: odd inputs of tens of thousands of segments take no
+/// longer than that, and few others come near it.
+pub(crate) const LOOKS: usize = 1 << 20;
+
+/// A cost leaves one list of rising costs for another, where these are known.
+fn hand_over(sorted: &mut [Option<Vec<f64>>], from: usize, to: usize, cost: f64) {
+    if let Some(costs) = &mut sorted[from] {
+        costs.remove(costs.partition_point(|&other| other < cost));
+    }
+    if let Some(costs) = &mut sorted[to] {
+        costs.insert(costs.partition_point(|&other| other < cost), cost);
+    }
+}
 
 /// No rank's sum can be below the mean, and one of them has the heaviest segment.
 pub(crate) fn least(costs: &[f64], ranks: usize) -> f64 {
@@ -56,8 +73,12 @@ pub(crate) struct Grid<'a> {
     pub(crate) load: Vec<f64>,
     /// Slowest rank of each step.
     pub(crate) slowest: Vec<f64>,
+    /// The three slowest cells of each step and their costs, the slowest first.
+    top: Vec<[(f64, usize); 3]>,
     /// Segments of each step.
     pub(crate) count: Vec<usize>,
+    /// Looks that are left to this pass.
+    looks: Cell<usize>,
 }
 
 /// Evens out the ranks of `plan` and makes its micro-batches shorter; its hash is left to the caller.
@@ -118,6 +139,8 @@ impl<'a> Grid<'a> {
             load: vec![0.0; ranks],
             slowest: vec![0.0; steps],
             count: vec![0; steps],
+            top: vec![NONE; steps],
+            looks: Cell::new(0),
         };
         for (item, &length) in lengths.iter().enumerate() {
             let (step, rank) = (plan.micro_batch[item] as usize, plan.rank[item] as usize);
@@ -140,24 +163,43 @@ impl<'a> Grid<'a> {
     /// After the cells of a step have changed.
     fn refresh(&mut self, step: usize) {
         let cells = step * self.ranks..(step + 1) * self.ranks;
-        let (mut first, mut second, mut at) = (0.0, 0.0, cells.start);
+        let mut top = NONE;
         for cell in cells.clone() {
             let cost = self.cells[cell];
-            if cost > first {
-                (first, second, at) = (cost, first, cell);
-            } else if cost > second {
-                second = cost;
+            if cost > top[0].0 {
+                top = [(cost, cell), top[0], top[1]];
+            } else if cost > top[1].0 {
+                top = [top[0], (cost, cell), top[1]];
+            } else if cost > top[2].0 {
+                top[2] = (cost, cell);
             }
         }
-        self.slowest[step] = first;
-        self.others[cells].fill(first);
-        self.others[at] = second;
+        self.slowest[step] = top[0].0;
+        self.others[cells].fill(top[0].0);
+        if let Some(slowest) = self.others.get_mut(top[0].1) {
+            *slowest = top[1].0;
+        }
+        self.top[step] = top;
+    }
+
+    /// Starts a pass, with all its looks.
+    pub(crate) fn begin(&self) {
+        self.looks.set(LOOKS);
+    }
+
+    /// Counts so many looks; whether that many were left.
+    pub(crate) fn look(&self, looks: usize) -> bool {
+        let left = self.looks.get().checked_sub(looks);
+        self.looks.set(left.unwrap_or(0));
+        left.is_some()
     }
 
     /// The heaviest rank hands on to lighter ones until it costs `enough`, without more time in lock step.
     fn even(&mut self, enough: f64) -> bool {
         let none = -1e-13 * self.slowest.iter().sum::<f64>();
         let mut changed = false;
+        self.begin();
+        let mut sorted = vec![None; self.ranks];
         for _ in 0..MAX_CHANGES {
             let heavy = self.heaviest();
             if self.load[heavy] <= enough {
@@ -168,13 +210,36 @@ impl<'a> Grid<'a> {
             others.truncate(OTHERS);
             let found = others.iter().find_map(|&light| {
                 let goal = (self.load[heavy] - self.load[light]) / 2.0;
-                self.best(heavy, light, 0..self.steps, goal, none)
+                let there = sorted[light].get_or_insert_with(|| self.sorted(light));
+                let change = self.best(heavy, light, 0..self.steps, goal, none, Some(there))?;
+                Some((light, change))
             });
-            let Some(change) = found else { break };
+            let Some((light, change)) = found else { break };
+            match change {
+                Change::Swap(..) => (sorted[heavy], sorted[light]) = (None, None),
+                Change::Move(one, _) => {
+                    hand_over(&mut sorted, heavy, light, self.cost(one));
+                }
+                Change::Exchange(one, two) => {
+                    hand_over(&mut sorted, heavy, light, self.cost(one));
+                    hand_over(&mut sorted, light, heavy, self.cost(two));
+                }
+            }
             self.apply(change);
             changed = true;
         }
         changed
+    }
+
+    /// The costs of a rank's items, rising.
+    fn sorted(&self, rank: usize) -> Vec<f64> {
+        let rows = self.rows_of(rank, 0..self.steps);
+        let mut costs: Vec<f64> = rows
+            .flat_map(|row| &self.items[row])
+            .map(|&item| self.costs[item as usize])
+            .collect();
+        costs.sort_unstable_by(f64::total_cmp);
+        costs
     }
 
     /// Whether the heaviest rank is less above the limit, or else the time in lock step shorter.
@@ -218,25 +283,15 @@ impl<'a> Grid<'a> {
         self.lengths[self.items[row][at] as usize]
     }
 
-    /// The slowest rank of a step when these cells cost more or less.
-    pub(crate) fn slowest_of(&self, step: usize, changes: &[(usize, f64)]) -> f64 {
-        let cells = step * self.ranks..(step + 1) * self.ranks;
-        cells
-            .map(|cell| {
-                let more = changes
-                    .iter()
-                    .filter(|(at, _)| *at == cell)
-                    .map(|(_, more)| more);
-                self.cells[cell] + more.sum::<f64>()
-            })
-            .fold(0.0, f64::max)
-    }
-
     /// How much shorter the time in lock step becomes when one cell hands `less` to another.
     pub(crate) fn shorter(&self, from: usize, to: usize, less: f64) -> f64 {
         let (a, b) = (from / self.ranks, to / self.ranks);
         if a == b {
-            return self.slowest[a] - self.slowest_of(a, &[(from, -less), (to, less)]);
+            let rest = self.top[a]
+                .iter()
+                .find(|(_, cell)| *cell != from && *cell != to);
+            let changed = (self.cells[from] - less).max(self.cells[to] + less);
+            return self.slowest[a] - rest.map_or(0.0, |(cost, _)| *cost).max(changed);
         }
         let lighter = self.others[from].max(self.cells[from] - less);
         let heavier = self.others[to].max(self.cells[to] + less);
@@ -246,6 +301,7 @@ impl<'a> Grid<'a> {
     /// Makes steps shorter: the slowest rank of each hands on to the quickest in the same step. Whether it could.
     fn shorten(&mut self) -> bool {
         let mut changed = false;
+        self.begin();
         for step in 0..self.steps {
             for _ in 0..MAX_SHORTER {
                 let cost = |&rank: &usize| self.cells[step * self.ranks + rank];
@@ -257,7 +313,7 @@ impl<'a> Grid<'a> {
                 };
                 let goal = (cost(&heavy) - cost(&light)) / 2.0;
                 let any = f64::NEG_INFINITY;
-                let Some(change) = self.best(heavy, light, step..step + 1, goal, any) else {
+                let Some(change) = self.best(heavy, light, step..step + 1, goal, any, None) else {
                     break;
                 };
                 if matches!(change, Change::Swap(..)) {
@@ -271,7 +327,8 @@ impl<'a> Grid<'a> {
     }
 
     /// The change in these steps that comes closest to making one rank lighter and the other heavier by `goal`, of those
-    /// that make the time in lock step shorter by at least `shorter`.
+    /// that make the time in lock step shorter by at least `shorter`. With `there`, the costs of all items that the
+    /// lighter one has in these steps, it is found sooner.
     fn best(
         &self,
         heavy: usize,
@@ -279,49 +336,79 @@ impl<'a> Grid<'a> {
         steps: std::ops::Range<usize>,
         goal: f64,
         shorter: f64,
+        there: Option<&[f64]>,
     ) -> Option<Change> {
-        let mut best: Option<(f64, Change)> = None;
+        let mut best: Option<Change> = None;
         // Worth it from a thousandth of the difference on; below that, rounding would go on for ever.
-        let mut offer = |less: f64, change: Change, allowed: &dyn Fn() -> bool| {
-            let miss = (less - goal).abs();
-            let better = best.is_none_or(|(least, _)| miss < least);
-            if better && miss < 0.999 * goal && allowed() {
-                best = Some((miss, change));
-            }
-        };
+        let mut least = 0.999 * goal;
+        let miss = |less: f64| (less - goal).abs();
         for step in steps.clone() {
             let (a, b) = (step * self.ranks + heavy, step * self.ranks + light);
-            let swap = Change::Swap(step, heavy, light);
-            offer(self.cells[a] - self.cells[b], swap, &|| true);
+            let swap = miss(self.cells[a] - self.cells[b]);
+            if swap < least {
+                (least, best) = (swap, Some(Change::Swap(step, heavy, light)));
+            }
         }
         for from in self.rows_of(heavy, steps.clone()) {
+            let mut before = None;
             for at in 0..self.items[from].len() {
                 let one = (from, at);
                 let (cost, length) = (self.cost(one), self.length(one));
+                // What is as long as the one before is no better.
+                if before.replace(length) == Some(length) {
+                    continue;
+                }
+                // Costs fall along a row, and whatever comes back makes them less.
+                if cost <= goal && miss(cost) >= least {
+                    break;
+                }
+                if !self.look(1) {
+                    return best;
+                }
+                let wanted = cost - goal;
+                let move_helps = miss(cost) < least;
+                if !move_helps {
+                    let helps = |costs: &[f64]| {
+                        let near = costs.partition_point(|&other| other < wanted);
+                        let near = near.saturating_sub(2)..(near + 2).min(costs.len());
+                        costs[near].iter().any(|other| miss(cost - other) < least)
+                    };
+                    if there.is_some_and(|costs| !helps(costs)) {
+                        continue;
+                    }
+                }
+                if !self.look(self.width * steps.len()) {
+                    return best;
+                }
                 for to in self.rows_of(light, steps.clone()) {
-                    offer(cost, Change::Move(one, to), &|| {
-                        self.room[to] >= length
-                            && self.count[self.step(from)] > 1
-                            && self.shorter(from / self.width, to / self.width, cost) >= shorter
-                    });
+                    let mut offer = |less: f64, more: i64, change: Change| {
+                        if miss(less) < least
+                            && self.room[to] >= more
+                            && self.room[from] >= -more
+                            && (matches!(change, Change::Exchange(..))
+                                || self.count[self.step(from)] > 1)
+                            && self.shorter(from / self.width, to / self.width, less) >= shorter
+                        {
+                            (least, best) = (miss(less), Some(change));
+                        }
+                    };
+                    offer(cost, length, Change::Move(one, to));
                     // Of the row's items those whose cost is next to the one that would be exact.
-                    let wanted = cost - goal;
                     let row = &self.items[to];
-                    let near = row.partition_point(|&item| self.costs[item as usize] > wanted);
+                    let near = if wanted < 0.0 {
+                        row.len()
+                    } else {
+                        row.partition_point(|&item| self.costs[item as usize] > wanted)
+                    };
                     for other in near.saturating_sub(2)..(near + 2).min(row.len()) {
                         let two = (to, other);
                         let less = cost - self.cost(two);
-                        let longer = length - self.length(two);
-                        offer(less, Change::Exchange(one, two), &|| {
-                            self.room[to] >= longer
-                                && self.room[from] >= -longer
-                                && self.shorter(from / self.width, to / self.width, less) >= shorter
-                        });
+                        offer(less, length - self.length(two), Change::Exchange(one, two));
                     }
                 }
             }
         }
-        best.map(|(_, change)| change)
+        best
     }
 
     pub(crate) fn apply(&mut self, change: Change) {

@@ -4,7 +4,7 @@
 //! rank that is furthest above it, then of the slowest cell of each step, go to other cells or change places with
 //! segments there, the best change first, until none is worth it. A cell is a micro-batch of a rank.
 
-use crate::balance::{Change, Grid};
+use crate::balance::{Change, Grid, LOOKS};
 
 /// What a rank is above the limit counts so many times as much as time. Cost that a rank hands on makes a step longer by
 /// as much at most, so from 1 on every rank comes below the limit that can.
@@ -12,6 +12,8 @@ pub(crate) const WEIGHT: f64 = 1.5;
 /// Segments looked at, each beside the cells it could go to, for each segment of the plan: some 0.5 ms for 512.
 const TRIES: usize = 32;
 const MAX_TRIES: usize = 1 << 16;
+/// Cells that are told apart, by what could be gained there at most, in the time of one look at a row.
+const CELLS_A_LOOK: usize = 8;
 /// A change is worth it from this share of a rank's mean cost on.
 const WORTH: f64 = 1e-6;
 /// Steps are short enough when all together take this multiple of a perfect split.
@@ -22,7 +24,10 @@ impl Grid<'_> {
     pub(crate) fn descend(&mut self, limit: f64) -> bool {
         let mean = self.load.iter().sum::<f64>() / self.ranks as f64;
         let (least, mut changed) = (WORTH * mean, false);
-        let mut tries = MAX_TRIES.min(TRIES * self.lengths.len());
+        let mut tries = MAX_TRIES
+            .min(TRIES * self.lengths.len())
+            .min(LOOKS / self.width);
+        self.begin();
         loop {
             let mut again = false;
             while let Some(change) = self.lighter_rank(limit, least, &mut tries) {
@@ -53,6 +58,9 @@ impl Grid<'_> {
         over.into_iter().find_map(|rank| {
             let mut best = Best::new(least);
             for step in 0..self.steps {
+                if !self.look(self.ranks.div_ceil(CELLS_A_LOOK)) {
+                    break;
+                }
                 self.offer_swaps(step, rank, limit, &mut best);
                 self.offer_cell(step * self.ranks + rank, limit, &mut best, tries);
             }
@@ -88,29 +96,36 @@ impl Grid<'_> {
 
     /// Segments of this cell to other cells, or for segments there.
     fn offer_cell(&self, cell: usize, limit: f64, best: &mut Best, tries: &mut usize) {
+        if !self.look(self.cells.len().div_ceil(CELLS_A_LOOK)) {
+            return;
+        }
         let (step, rank) = (cell / self.ranks, cell % self.ranks);
         let over = (self.load[rank] - limit).max(0.0);
         // What can be gained in time.
         let above = (self.cells[cell] - self.others[cell]).max(0.0);
         // Of each other cell: what can be gained there, and what it can take before its step becomes longer or its rank
         // too heavy.
-        let others: Vec<(usize, f64, f64)> = (0..self.cells.len())
-            .filter(|other| *other != cell)
-            .map(|other| {
-                let head = if other / self.ranks == step {
+        let mut others = Vec::new();
+        for (at, slowest) in self.slowest.iter().enumerate() {
+            for (to, load) in self.load.iter().enumerate() {
+                let other = at * self.ranks + to;
+                let head = if at == step {
                     (self.cells[cell] - self.cells[other]) / 2.0
                 } else {
-                    self.slowest[other / self.ranks] - self.cells[other]
+                    slowest - self.cells[other]
                 };
                 let most = above.min(head).max(0.0) + WEIGHT * over;
-                if other % self.ranks == rank {
-                    (other, most, head)
-                } else {
-                    (other, most, head.min(limit - self.load[other % self.ranks]))
+                if most <= best.gain || other == cell {
+                    continue;
                 }
-            })
-            .filter(|(_, most, _)| *most > best.gain)
-            .collect();
+                let spare = if to == rank {
+                    f64::INFINITY
+                } else {
+                    limit - load
+                };
+                others.push((other, most, head.min(spare)));
+            }
+        }
         for from in self.rows(step, rank) {
             for at in 0..self.items[from].len() {
                 // Costs fall along a row, and with them what can be gained.
@@ -171,6 +186,7 @@ impl Grid<'_> {
     }
 
     /// What is gained when one cell hands `less` to another.
+    #[inline(never)] // in line it makes the loops around it slower
     fn gain(&self, from: usize, to: usize, less: f64, limit: f64) -> f64 {
         self.shorter(from, to, less) + self.relief(from % self.ranks, to % self.ranks, less, limit)
     }

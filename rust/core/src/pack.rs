@@ -214,32 +214,86 @@ fn by_falling_cost(bins: Bins, costs: &[f64], layout: &Layout) -> Steps {
     Steps { bins, steps }
 }
 
+/// No less than the most room of a row in each step: made smaller when a segment turns out not to fit, so that filling
+/// a row costs nothing here. The first step that may have room is found in a tree of maxima with its root at 1.
+#[derive(Default)]
+struct Rooms {
+    most: Vec<i64>,
+    steps: usize,
+}
+
+impl Rooms {
+    fn leaves(&self) -> usize {
+        self.most.len() / 2
+    }
+
+    fn first(&self, length: i64) -> Option<usize> {
+        let mut at = 1;
+        if self.most.get(at).is_none_or(|most| *most < length) {
+            return None;
+        }
+        while at < self.leaves() {
+            at *= 2;
+            at += usize::from(self.most[at] < length);
+        }
+        Some(at - self.leaves())
+    }
+
+    fn set(&mut self, step: usize, room: i64) {
+        let mut at = self.leaves() + step;
+        self.most[at] = room;
+        while at > 1 {
+            at /= 2;
+            self.most[at] = self.most[2 * at].max(self.most[2 * at + 1]);
+        }
+    }
+
+    /// Adds a step.
+    fn push(&mut self, room: i64) -> usize {
+        let step = self.steps;
+        if step == self.leaves() {
+            let leaves = self.most.split_off(step);
+            let twice = 2 * step.max(1);
+            self.most = vec![0; 2 * twice];
+            self.most[twice..twice + leaves.len()].copy_from_slice(&leaves);
+            for at in (1..twice).rev() {
+                self.most[at] = self.most[2 * at].max(self.most[2 * at + 1]);
+            }
+        }
+        self.steps += 1;
+        self.set(step, room);
+        step
+    }
+}
+
 /// Longest first, each segment into the first step with room for it, and there into the cheapest row that has room.
 fn fill_steps(lengths: &[i64], costs: &[f64], layout: &Layout) -> Steps {
     let width = layout.rows_per_step().min(lengths.len());
     let mut bin_of = vec![0u32; lengths.len()];
-    let (mut room, mut cost, mut most_room) = (Vec::new(), Vec::<f64>::new(), Vec::new());
+    let (mut room, mut cost, mut most_room) = (Vec::new(), Vec::<f64>::new(), Rooms::default());
     for item in longest_first(lengths) {
         let length = lengths[item as usize];
-        let step = most_room
-            .iter()
-            .position(|&room| room >= length)
-            .unwrap_or_else(|| {
+        let row = loop {
+            let step = most_room.first(length).unwrap_or_else(|| {
                 room.resize(room.len() + width, layout.row_tokens);
                 cost.resize(cost.len() + width, 0.0);
-                most_room.push(layout.row_tokens);
-                most_room.len() - 1
+                most_room.push(layout.row_tokens)
             });
-        let rows = step * width..(step + 1) * width;
-        let cheapest = rows
-            .clone()
-            .filter(|&row| room[row] >= length)
-            .min_by(|&a, &b| cost[a].total_cmp(&cost[b]));
-        // `most_room` says that some row has room.
-        let row = cheapest.unwrap_or(rows.start);
+            let first = step * width;
+            let (rooms, costs) = (&room[first..][..width], &cost[first..][..width]);
+            let (mut row, mut least) = (usize::MAX, f64::INFINITY);
+            for (at, (&room, &cost)) in rooms.iter().zip(costs).enumerate() {
+                if room >= length && (cost < least || row == usize::MAX) {
+                    (row, least) = (at, cost);
+                }
+            }
+            if row < width {
+                break first + row;
+            }
+            most_room.set(step, rooms.iter().copied().max().unwrap_or(0));
+        };
         room[row] -= length;
         cost[row] += costs[item as usize];
-        most_room[step] = room[rows].iter().copied().max().unwrap_or(0);
         bin_of[item as usize] = row as u32;
     }
     let bins = Bins::from_assignment(&bin_of, room.len());
@@ -250,7 +304,7 @@ fn fill_steps(lengths: &[i64], costs: &[f64], layout: &Layout) -> Steps {
         rows.sort_by(|&a, &b| cost[b].total_cmp(&cost[a]).then(a.cmp(&b)));
         rows
     };
-    let steps = (0..most_room.len()).map(of_step).collect();
+    let steps = (0..room.len() / width).map(of_step).collect();
     Steps { bins, steps }
 }
 
@@ -371,4 +425,48 @@ fn hash(lengths: &[i64], layout: &Layout, plan: &Plan) -> u64 {
         }
     }
     state
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{fill_steps, longest_first, Layout};
+    use proptest::prelude::*;
+
+    proptest! {
+        /// The tree of rooms finds what a look at every row of every step would.
+        #[test]
+        fn segments_go_to_the_first_step_and_its_cheapest_row_with_room(
+            lengths in prop::collection::vec(prop_oneof![1i64..=10, 1i64..=100], 1..200),
+            ranks in 1usize..5,
+            rows_per_micro_batch in 1usize..4,
+        ) {
+            let layout = Layout {
+                ranks,
+                row_tokens: 100,
+                rows_per_micro_batch,
+                linear_cost: 10.0,
+                quadratic_cost: 1.0,
+                max_imbalance: 1.0,
+            };
+            let costs: Vec<f64> = lengths.iter().map(|length| layout.cost(*length)).collect();
+            let width = layout.rows_per_step().min(lengths.len());
+            let mut steps: Vec<Vec<(i64, f64, Vec<i64>)>> = Vec::new();
+            for item in longest_first(&lengths) {
+                let (length, cost) = (lengths[item as usize], costs[item as usize]);
+                let fits = |rows: &Vec<(i64, f64, Vec<i64>)>| rows.iter().any(|row| row.0 >= length);
+                if !steps.iter().any(fits) {
+                    steps.push(vec![(100, 0.0, Vec::new()); width]);
+                }
+                let rows = steps.iter_mut().find(|rows| fits(rows)).unwrap();
+                let row = rows.iter_mut().filter(|row| row.0 >= length).min_by(|a, b| a.1.total_cmp(&b.1)).unwrap();
+                row.0 -= length;
+                row.1 += cost;
+                row.2.push(i64::from(item));
+            }
+            let filled = fill_steps(&lengths, &costs, &layout);
+            prop_assert_eq!(filled.steps.len(), steps.len());
+            let rows = steps.into_iter().flatten().map(|(_, _, mut items)| { items.sort_unstable(); items });
+            prop_assert_eq!(rows.collect::<Vec<_>>(), (0..filled.bins.count()).map(|bin| filled.bins.bin(bin).to_vec()).collect::<Vec<_>>());
+        }
+    }
 }
