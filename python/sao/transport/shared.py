@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any
 
 from sao import _core
-from sao.errors import DeadlineError, TransportError, ValidationError
+from sao.errors import DeadlineError, Error, TransportError, ValidationError
 from sao.transport.sockets import check_endpoint, check_private, clear_stale
 
 Received = _core.SharedPayload
@@ -37,6 +37,8 @@ _HELLO = struct.Struct("<4sQ")  # magic, bytes of data; with it comes the descri
 _MAGIC = b"SAO2"
 _MAX_BYTES = 1 << 40
 _CONNECT_S = 10.0
+_LOCK_S = 10.0  # for the folder of an endpoint, which another one that begins to listen there holds for a moment
+_RETRY_S = 0.01
 _BACKLOG = 4096  # who connects when so many wait to be let in is refused
 _LONGEST_S = 1e6  # what `poll` takes in one call
 
@@ -118,7 +120,8 @@ class SharedSender:
 class SharedReceiver:
     """The receiving end of any number of senders, for one thread. `endpoint` is an ipc address in a private folder.
 
-    Raises `TransportError` for any other, for a folder that others may enter, and when somebody listens there already.
+    Raises `TransportError` for any other, for a folder that others may enter, and when somebody listens there already;
+    `DeadlineError` when another process keeps the folder locked.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -134,7 +137,7 @@ class SharedReceiver:
                 self._listener.listen(_BACKLOG)
             self._epoll = select.epoll()
             self._readers = _core.SharedReaders(self._epoll.fileno())
-        except TransportError:
+        except Error:
             self._listener.close()
             raise
         except OSError as error:
@@ -239,8 +242,16 @@ class SharedReceiver:
 def _alone(folder: Path) -> Iterator[None]:
     """One process at a time: what is bound and does not listen yet looks like what a killed one left."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    deadline = time.monotonic() + _LOCK_S
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # held for a moment
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise DeadlineError(f"waited {_LOCK_S:g} s for the lock on {folder}") from None
+                time.sleep(_RETRY_S)
         yield
     finally:
         os.close(descriptor)
