@@ -1,5 +1,6 @@
 """The ledger from Python: a plain model of it agrees on every call, and files outlive the process."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -269,10 +270,25 @@ def test_refusals_name_task_state_and_wish():
         ledger.trained(1, 0, [7], [0, 0])
     with pytest.raises(LedgerError, match="two totals or two lists"):
         ledger.trained(1, 0, [7], 0)
-    with pytest.raises(LedgerError, match="-1 is not an integer from 0"):
-        ledger.trained(1, 0, -1, 8)
-    with pytest.raises(LedgerError, match="'7' is not an integer from 0"):
-        ledger.ready(4, 0, "7")
+    for field, shown, call in (
+        ("ordinal", "-1", lambda: ledger.issue(-1)),
+        ("attempt", "9223372036854775808", lambda: ledger.generating(4, 1 << 63)),
+        ("sampled_tokens", "'7'", lambda: ledger.ready(4, 0, "7")),
+        ("ordinals[1]", "None", lambda: ledger.lease([4, None], 2)),
+        ("lease_id", "-2", lambda: ledger.give_back(-2)),
+        ("step", "1.5", lambda: ledger.trained(1, 1.5, 7, 0)),
+        ("trained_tokens", "-1", lambda: ledger.trained(1, 0, -1, 8)),
+        ("masked_tokens[0]", "-1", lambda: ledger.trained(1, 0, [7], [-1])),
+        ("sampled_tokens", "-3", lambda: ledger.drop(4, 0, "why", -3)),
+        ("sampled_tokens", "-3", lambda: ledger.requeue(4, "why", -3)),
+        ("sampled_tokens", "-3", lambda: ledger.waste("why", -3)),
+        ("step", "-1", lambda: ledger.rewind(-1)),
+        ("upto_step", "-1", lambda: ledger.compact(-1)),
+        ("ordinal", "-1", lambda: ledger.state(-1)),
+    ):
+        text = rf"^{re.escape(f'{field}: {shown}')} is not an integer from 0 to 2\^63 - 1$"
+        with pytest.raises(LedgerError, match=text):
+            call()
     assert ledger.counts()["leased"] == 1
 
 

@@ -1,6 +1,6 @@
 //! Bindings of `sao_core::ledger`.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
@@ -11,27 +11,38 @@ use sao_core::Error;
 
 use crate::error::{guard, to_py};
 
-/// A count or ordinal: an integer from 0 to 2^63 - 1.
-#[derive(Clone, Copy)]
-struct Natural(u64);
+/// A count or ordinal: an integer from 0 to 2^63 - 1; or what was given instead.
+struct Natural(std::result::Result<u64, String>);
 
 impl<'py> FromPyObject<'_, 'py> for Natural {
     type Error = PyErr;
 
     fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let number = value
-            .extract::<i64>()
-            .ok()
-            .and_then(|n| u64::try_from(n).ok());
-        number.map(Natural).ok_or_else(|| {
-            let shown = value
-                .repr()
-                .map_or_else(|_| "?".into(), |text| text.to_string());
-            to_py(Error::Ledger(format!(
-                "{shown} is not an integer from 0 to 2^63 - 1"
-            )))
+        let number = value.extract::<i64>().ok();
+        let number = number.and_then(|number| u64::try_from(number).ok());
+        Ok(Self(number.ok_or_else(|| {
+            let shown = value.repr();
+            shown.map_or_else(|_| "?".into(), |text| text.to_string())
+        })))
+    }
+}
+
+impl Natural {
+    /// The number, or an error that names the argument `field`.
+    fn get(self, field: impl std::fmt::Display) -> PyResult<u64> {
+        self.0.map_err(|shown| {
+            ledger_error(format!(
+                "{field}: {shown} is not an integer from 0 to 2^63 - 1"
+            ))
         })
     }
+}
+
+fn all(field: &str, numbers: Vec<Natural>) -> PyResult<Vec<u64>> {
+    let numbers = numbers.into_iter().enumerate();
+    numbers
+        .map(|(index, number)| number.get(format_args!("{field}[{index}]")))
+        .collect()
 }
 
 fn ledger_error(text: impl Into<String>) -> PyErr {
@@ -70,24 +81,32 @@ impl Ledger {
     }
 
     fn issue(&self, ordinal: Natural) -> PyResult<u64> {
-        self.with(|ledger| ledger.issue(ordinal.0))
+        let ordinal = ordinal.get("ordinal")?;
+        self.with(|ledger| ledger.issue(ordinal))
     }
 
     fn generating(&self, ordinal: Natural, attempt: Natural) -> PyResult<()> {
-        self.with(|ledger| ledger.generating(ordinal.0, attempt.0))
+        let ordinal = ordinal.get("ordinal")?;
+        let attempt = attempt.get("attempt")?;
+        self.with(|ledger| ledger.generating(ordinal, attempt))
     }
 
     fn ready(&self, ordinal: Natural, attempt: Natural, sampled_tokens: Natural) -> PyResult<bool> {
-        self.with(|ledger| ledger.ready(ordinal.0, attempt.0, sampled_tokens.0))
+        let ordinal = ordinal.get("ordinal")?;
+        let attempt = attempt.get("attempt")?;
+        let sampled_tokens = sampled_tokens.get("sampled_tokens")?;
+        self.with(|ledger| ledger.ready(ordinal, attempt, sampled_tokens))
     }
 
     fn lease(&self, ordinals: Vec<Natural>, lease_id: Natural) -> PyResult<()> {
-        let ordinals: Vec<u64> = ordinals.into_iter().map(|o| o.0).collect();
-        self.with(|ledger| ledger.lease(&ordinals, lease_id.0))
+        let lease_id = lease_id.get("lease_id")?;
+        let ordinals = all("ordinals", ordinals)?;
+        self.with(|ledger| ledger.lease(&ordinals, lease_id))
     }
 
     fn give_back(&self, lease_id: Natural) -> PyResult<()> {
-        self.with(|ledger| ledger.give_back(lease_id.0))
+        let lease_id = lease_id.get("lease_id")?;
+        self.with(|ledger| ledger.give_back(lease_id))
     }
 
     fn trained(
@@ -97,18 +116,18 @@ impl Ledger {
         trained_tokens: &Bound<'_, PyAny>,
         masked_tokens: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
+        let lease_id = lease_id.get("lease_id")?;
+        let step = step.get("step")?;
         let lists = (
             trained_tokens.extract::<Vec<Natural>>(),
             masked_tokens.extract::<Vec<Natural>>(),
         );
         let used = match lists {
-            (Ok(trained), Ok(masked)) if trained.len() == masked.len() => core::Use::Each(
-                trained
-                    .into_iter()
-                    .zip(masked)
-                    .map(|(t, m)| (t.0, m.0))
-                    .collect(),
-            ),
+            (Ok(trained), Ok(masked)) if trained.len() == masked.len() => {
+                let trained = all("trained_tokens", trained)?;
+                let masked = all("masked_tokens", masked)?;
+                core::Use::Each(trained.into_iter().zip(masked).collect())
+            }
             (Ok(trained), Ok(masked)) => {
                 return Err(ledger_error(format!(
                     "trained_tokens has {} entries, masked_tokens {}",
@@ -119,7 +138,7 @@ impl Ledger {
             (Err(_), Err(_)) => {
                 let (trained, masked): (Natural, Natural) =
                     (trained_tokens.extract()?, masked_tokens.extract()?);
-                core::Use::Total(trained.0, masked.0)
+                core::Use::Total(trained.get("trained_tokens")?, masked.get("masked_tokens")?)
             }
             _ => {
                 return Err(ledger_error(
@@ -127,7 +146,7 @@ impl Ledger {
                 ))
             }
         };
-        self.with(|ledger| ledger.trained(lease_id.0, step.0, &used))
+        self.with(|ledger| ledger.trained(lease_id, step, &used))
     }
 
     #[pyo3(signature = (ordinal, attempt, reason, sampled_tokens = None))]
@@ -138,9 +157,12 @@ impl Ledger {
         reason: &str,
         sampled_tokens: Option<Natural>,
     ) -> PyResult<bool> {
-        self.with(|ledger| {
-            ledger.drop_task(ordinal.0, attempt.0, reason, sampled_tokens.map(|n| n.0))
-        })
+        let ordinal = ordinal.get("ordinal")?;
+        let attempt = attempt.get("attempt")?;
+        let sampled_tokens = sampled_tokens
+            .map(|n| n.get("sampled_tokens"))
+            .transpose()?;
+        self.with(|ledger| ledger.drop_task(ordinal, attempt, reason, sampled_tokens))
     }
 
     #[pyo3(signature = (ordinal, reason = "requeued", sampled_tokens = None))]
@@ -150,20 +172,27 @@ impl Ledger {
         reason: &str,
         sampled_tokens: Option<Natural>,
     ) -> PyResult<()> {
-        self.with(|ledger| ledger.requeue(ordinal.0, reason, sampled_tokens.map(|n| n.0)))
+        let ordinal = ordinal.get("ordinal")?;
+        let sampled_tokens = sampled_tokens
+            .map(|n| n.get("sampled_tokens"))
+            .transpose()?;
+        self.with(|ledger| ledger.requeue(ordinal, reason, sampled_tokens))
     }
 
     fn waste(&self, reason: &str, sampled_tokens: Natural) -> PyResult<()> {
-        self.with(|ledger| ledger.waste(reason, sampled_tokens.0))
+        let sampled_tokens = sampled_tokens.get("sampled_tokens")?;
+        self.with(|ledger| ledger.waste(reason, sampled_tokens))
     }
 
     fn rewind<'py>(&self, py: Python<'py>, step: Natural) -> PyResult<Vec<Bound<'py, PyDict>>> {
-        let back = py.detach(|| self.with(|ledger| ledger.rewind(step.0)))?;
+        let step = step.get("step")?;
+        let back = py.detach(|| self.with(|ledger| ledger.rewind(step)))?;
         back.iter().map(|step| described(py, step)).collect()
     }
 
     fn compact(&self, py: Python<'_>, upto_step: Natural) -> PyResult<(u64, u64)> {
-        py.detach(|| self.with(|ledger| ledger.compact(upto_step.0)))
+        let upto_step = upto_step.get("upto_step")?;
+        py.detach(|| self.with(|ledger| ledger.compact(upto_step)))
     }
 
     fn counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
@@ -195,7 +224,8 @@ impl Ledger {
     }
 
     fn state(&self, ordinal: Natural) -> PyResult<&'static str> {
-        self.with(|ledger| Ok(ledger.state(ordinal.0)))
+        let ordinal = ordinal.get("ordinal")?;
+        self.with(|ledger| Ok(ledger.state(ordinal)))
     }
 
     fn unfinished(&self) -> PyResult<Vec<(u64, u64, &'static str)>> {
@@ -271,15 +301,15 @@ fn described<'py>(py: Python<'py>, step: &TrainedStep) -> PyResult<Bound<'py, Py
 type Ordinals = Vec<(u64, u64)>;
 
 #[pyfunction]
-#[pyo3(signature = (path, after_step = Natural(0)))]
+#[pyo3(signature = (path, after_step = Natural(Ok(0))))]
 #[allow(clippy::needless_pass_by_value)] // arguments from Python arrive owned
 fn ledger_history(
     py: Python<'_>,
     path: PathBuf,
     after_step: Natural,
 ) -> PyResult<(Ordinals, Vec<Bound<'_, PyDict>>)> {
-    let path: &Path = &path;
-    let found = py.detach(|| guard(|| History::read(path, after_step.0)))?;
+    let (path, after_step) = (path.as_path(), after_step.get("after_step")?);
+    let found = py.detach(|| guard(|| History::read(path, after_step)))?;
     let steps = found.steps.iter().map(|step| described(py, step));
     Ok((found.trained_before(), steps.collect::<PyResult<_>>()?))
 }
