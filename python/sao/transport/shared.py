@@ -15,6 +15,7 @@ of payloads and headers before they are decoded or copied, as with any frame.
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
 import select
@@ -31,12 +32,15 @@ from sao import _core
 from sao.errors import DeadlineError, Error, TransportError, ValidationError
 from sao.transport.sockets import check_endpoint, check_private, clear_stale
 
+log = logging.getLogger(__name__)
+
 Received = _core.SharedPayload
 
 _HELLO = struct.Struct("<4sQ")  # magic, bytes of data; with it comes the descriptor of the memory
 _MAGIC = b"SAO2"
 _MAX_BYTES = 1 << 40
 _CONNECT_S = 10.0
+_GREET_S = 10.0  # for a greeting, from when the connection is taken
 _LOCK_S = 10.0  # for the folder of an endpoint, which another one that begins to listen there holds for a moment
 _RETRY_S = 0.01
 _BACKLOG = 4096  # who connects when so many wait to be let in is refused
@@ -119,6 +123,7 @@ class SharedSender:
 
 class SharedReceiver:
     """The receiving end of any number of senders, for one thread. `endpoint` is an ipc address in a private folder.
+    `dropped_pending`: connections that were closed because they did not greet in time.
 
     Raises `TransportError` for any other, for a folder that others may enter, and when somebody listens there already;
     `DeadlineError` when another process keeps the folder locked.
@@ -127,7 +132,8 @@ class SharedReceiver:
     def __init__(self, endpoint: str) -> None:
         self._path = _path(endpoint)
         check_private(self._path.parent)
-        self._strangers: dict[int, socket.socket] = {}
+        self._pending: dict[int, tuple[socket.socket, float]] = {}  # have not greeted; until when they may
+        self.dropped_pending = 0
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._listener.setblocking(False)
@@ -158,9 +164,9 @@ class SharedReceiver:
         """Lets the senders go; memory stays mapped while a payload in it is in use."""
         if not self._epoll.closed:
             self._readers.close()
-            for stranger in self._strangers.values():
-                stranger.close()
-            self._strangers.clear()
+            for line, _ in self._pending.values():
+                line.close()
+            self._pending.clear()
             self._epoll.close()
             # In this order: once nobody listens, the path may be that of another receiver.
             self._path.unlink(missing_ok=True)
@@ -169,16 +175,19 @@ class SharedReceiver:
     def _wait(self, timeout_s: float | None) -> Received:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            left_s = None if deadline is None else min(max(0.0, deadline - time.monotonic()), _LONGEST_S)
+            ends = [end for _, end in self._pending.values()]
+            until = min(ends if deadline is None else [*ends, deadline], default=None)
+            left_s = None if until is None else min(max(0.0, until - time.monotonic()), _LONGEST_S)
             # Not asleep: there is something to take, and this is only a look at who joined and who went.
             asleep = self._readers.doze()
             for number, _ in self._epoll.poll(left_s if asleep else 0):
                 if number == self._listener.fileno():
                     self._accept()
-                elif number in self._strangers:
-                    self._greet(self._strangers.pop(number))
+                elif number in self._pending:
+                    self._greet(*self._pending.pop(number))
                 else:
                     self._readers.hear(number)
+            self._drop_late()
             if (got := self._readers.take()) is not None:
                 return got
             if deadline is not None and time.monotonic() >= deadline:
@@ -195,9 +204,20 @@ class SharedReceiver:
                 raise TransportError(f"shared memory: a sender cannot join: {error}") from None
             line.setblocking(False)
             self._epoll.register(line.fileno(), select.EPOLLIN)
-            self._greet(line)
+            self._greet(line, time.monotonic() + _GREET_S)
 
-    def _greet(self, line: socket.socket) -> None:
+    def _drop_late(self) -> None:
+        """Closes connections whose greeting is overdue, and not merely unread because this process stood still."""
+        now = time.monotonic()
+        for number in [number for number, (_, end) in self._pending.items() if end <= now]:
+            self._greet(*self._pending.pop(number))
+            if number in self._pending:
+                self._epoll.unregister(number)  # a forked child may hold a copy, which would keep it there
+                self._pending.pop(number)[0].close()
+                self.dropped_pending += 1
+                log.warning("shared memory: a connection that did not greet within %g s is dropped", _GREET_S)
+
+    def _greet(self, line: socket.socket, end: float) -> None:
         """Maps the memory that a sender passes, if it is a sealed one of the announced size."""
         descriptors: list[int] = []
         try:
@@ -205,7 +225,7 @@ class SharedReceiver:
             try:
                 hello, extra, _, _ = line.recvmsg(_HELLO.size, space, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:  # not yet
-                self._strangers[line.fileno()] = line
+                self._pending[line.fileno()] = line, end
                 return
             for level, kind, data in extra:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -224,7 +244,7 @@ class SharedReceiver:
         except OSError as error:
             raise TransportError(f"shared memory: no greeting of a sender: {error}") from None
         finally:
-            if line.fileno() not in self._strangers:
+            if line.fileno() not in self._pending:
                 line.close()
             for descriptor in descriptors:
                 os.close(descriptor)
