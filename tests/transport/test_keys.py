@@ -194,7 +194,7 @@ def test_a_handshake_that_cannot_be_judged_is_refused_and_the_next_one_is_judged
 
 
 @pytest.mark.parametrize("with_key", [True, False])
-def test_a_stranger_injects_nothing(server: Server, folder: Path, tmp_path: Path, with_key: bool) -> None:
+def test_an_unauthenticated_peer_injects_nothing(server: Server, folder: Path, tmp_path: Path, with_key: bool) -> None:
     """Raw sockets under the identity of a joined peer: without the right key no byte reaches a handler."""
     with known(server, folder) as client:
         client.connect(5)

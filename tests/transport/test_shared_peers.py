@@ -1,4 +1,4 @@
-"""Shared memory when the other side is killed, goes, lies, or is a stranger: no hang, no crash, nothing left."""
+"""Shared memory when the other side is killed, goes, lies, or is no sender: no hang, no crash, nothing left."""
 
 from __future__ import annotations
 

@@ -323,7 +323,7 @@ def test_many_pull_at_once(bus: Bus, tmp_path: Path) -> None:
     assert wrong == [] and len(list(tmp_path.glob("g*/weights-*"))) == 8
 
 
-def test_strangers_and_other_roles_read_no_weights(tmp_path: Path) -> None:
+def test_unauthenticated_peers_and_other_roles_read_no_weights(tmp_path: Path) -> None:
     keys.write(tmp_path / "keys")
     keys.write(tmp_path / "other")
     ref = publish(tensors(1), tmp_path, 1)

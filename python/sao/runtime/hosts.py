@@ -202,7 +202,7 @@ def _private(places: launch.Places) -> Iterator[launch.Places]:
 def _run(command: Command, config: Config) -> int:
     """Runs the actor to its end with our output; signals ask it to end in order, then it is killed with its family."""
     processes.become_subreaper()
-    strangers = {process.pid for process in processes.descendants()}
+    others = {process.pid for process in processes.descendants()}
     asked: list[int] = []
     child = subprocess.Popen(
         [sys.executable, "-IS", str(UNDER_PARENT), str(os.getpid()), *command.argv],
@@ -225,7 +225,7 @@ def _run(command: Command, config: Config) -> int:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
-        processes.kill(lambda: [left for left in processes.descendants() if left.pid not in strangers])
+        processes.kill(lambda: [left for left in processes.descendants() if left.pid not in others])
     if code >= 0:
         return code
     print(f"{command.name}: killed by {signal.Signals(-code).name}", file=sys.stderr, flush=True)

@@ -107,7 +107,7 @@ class Supervisor:
     def run(self) -> Outcome:
         """Runs to the end and returns how it ended. Call it from the main thread; signals are put back afterwards."""
         processes.become_subreaper()
-        strangers = set(processes.descendants())
+        others = set(processes.descendants())
         handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = {number: signal.signal(number, self._on_signal) for number in handled}
         try:
@@ -119,7 +119,7 @@ class Supervisor:
             raise
         finally:
             try:
-                self._end(strangers)
+                self._end(others)
             finally:
                 for number, handler in before.items():
                     signal.signal(number, handler)
@@ -352,12 +352,12 @@ class Supervisor:
 
     # -- end
 
-    def _end(self, strangers: set[psutil.Process]) -> None:
-        """Ends every process that came to be during the run; `strangers` were there before it."""
+    def _end(self, others: set[psutil.Process]) -> None:
+        """Ends every process that came to be during the run; `others` were there before it."""
         try:
             self._end_in_order()
         finally:
-            processes.kill(lambda: [process for process in processes.descendants() if process not in strangers])
+            processes.kill(lambda: [process for process in processes.descendants() if process not in others])
             processes.reap(self._children)
             if self._client is not None:
                 self._client.close()

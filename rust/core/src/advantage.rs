@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
 
 use crate::cpu::wide;
-use crate::crew::together;
+use crate::workers::together;
 use crate::{Error, Result};
 
 /// How credit crosses the cuts between the segments of one trajectory.

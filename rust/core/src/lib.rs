@@ -1,5 +1,5 @@
 //! The experience core of `sao`: no Python, no sockets, no clock of its own.
-#![deny(unsafe_code)] // allowed in `cpu`, `crew`, `ring` and `shared::region`
+#![deny(unsafe_code)] // allowed in `cpu`, `ring`, `shared::region` and `workers`
 #![cfg_attr(loom, allow(dead_code))] // `tests/models.rs` builds this without the models in it
 
 pub mod advantage;
@@ -10,7 +10,6 @@ pub mod buffer;
 mod checksum;
 mod compact;
 mod cpu;
-mod crew;
 mod descend;
 pub mod error;
 mod event;
@@ -33,5 +32,6 @@ mod sync;
 pub mod trajectory;
 pub mod wait;
 pub mod wire;
+mod workers;
 
 pub use error::{Error, Result};

@@ -1,4 +1,4 @@
-//! Other threads that lend a hand with work that is cut into pieces already.
+//! A pool of worker threads, the helpers of calls whose work is cut into pieces already.
 //!
 //! Helpers stay parked between calls. Whoever calls works too, from the first moment, and when no piece is left it lets
 //! nobody in any more: a helper that comes too late is not waited for, so a busy machine makes a call no slower than one
@@ -35,7 +35,7 @@ struct State {
 }
 
 /// Some helpers, for one call at a time.
-pub(crate) struct Crew {
+pub(crate) struct Workers {
     state: Mutex<State>,
     come: Condvar,
     left: Condvar,
@@ -44,7 +44,7 @@ pub(crate) struct Crew {
     panicked: AtomicBool,
 }
 
-impl Crew {
+impl Workers {
     pub(crate) fn new() -> Self {
         Self {
             state: Mutex::new(State::default()),
@@ -123,52 +123,52 @@ impl Crew {
 }
 
 /// Lets nobody in any more and waits for those who are inside.
-struct Leave<'a>(&'a Crew);
+struct Leave<'a>(&'a Workers);
 
 impl Drop for Leave<'_> {
     fn drop(&mut self) {
-        let crew = self.0;
-        crew.lock().places = 0;
+        let workers = self.0;
+        workers.lock().places = 0;
         for _ in 0..SPINS {
-            if crew.inside.load(Ordering::Acquire) == 0 {
+            if workers.inside.load(Ordering::Acquire) == 0 {
                 break;
             }
             std::hint::spin_loop();
         }
-        let mut state = crew.lock();
-        while crew.inside.load(Ordering::Acquire) > 0 {
-            let woken = crew.left.wait(state);
+        let mut state = workers.lock();
+        while workers.inside.load(Ordering::Acquire) > 0 {
+            let woken = workers.left.wait(state);
             state = woken.unwrap_or_else(PoisonError::into_inner);
         }
         state.job = None;
     }
 }
 
-/// [`Crew::run`] with the helpers of this process; at most one for each further CPU, started when first asked for.
+/// [`Workers::run`] with the helpers of this process; at most one for each further CPU, started when first asked for.
 #[cfg(not(loom))]
 pub(crate) fn together(helpers: usize, work: &(dyn Fn() + Sync)) {
-    static CREW: Mutex<Option<(u32, Arc<Crew>)>> = Mutex::new(None);
+    static WORKERS: Mutex<Option<(u32, Arc<Workers>)>> = Mutex::new(None);
     static CPUS: std::sync::OnceLock<usize> = std::sync::OnceLock::new();
     // Held for a moment only. In a process that was forked in this moment it stays locked, and each works alone.
-    let Ok(mut crews) = CREW.try_lock() else {
+    let Ok(mut kept) = WORKERS.try_lock() else {
         return work();
     };
     let process = std::process::id();
-    let crew = match &*crews {
-        Some((of, crew)) if *of == process => crew.clone(),
+    let workers = match &*kept {
+        Some((of, workers)) if *of == process => workers.clone(),
         _ => {
-            let crew = Arc::new(Crew::new());
-            *crews = Some((process, crew.clone()));
-            crew
+            let workers = Arc::new(Workers::new());
+            *kept = Some((process, workers.clone()));
+            workers
         }
     };
-    drop(crews);
+    drop(kept);
     // Asking costs some files to be read.
     let cpus = *CPUS.get_or_init(|| std::thread::available_parallelism().map_or(1, Into::into));
     let helpers = helpers.min(cpus - 1);
-    let mut state = crew.lock();
+    let mut state = workers.lock();
     while state.threads < helpers {
-        let helper = crew.clone();
+        let helper = workers.clone();
         let thread = std::thread::Builder::new().name("sao-helper".into());
         if thread.spawn(move || helper.help()).is_err() {
             break;
@@ -176,10 +176,10 @@ pub(crate) fn together(helpers: usize, work: &(dyn Fn() + Sync)) {
         state.threads += 1;
     }
     drop(state);
-    crew.run(helpers, work);
+    workers.run(helpers, work);
 }
 
-/// The models look at [`Crew`] itself.
+/// The models look at [`Workers`] itself.
 #[cfg(loom)]
 pub(crate) fn together(_helpers: usize, work: &(dyn Fn() + Sync)) {
     work();
@@ -187,28 +187,28 @@ pub(crate) fn together(_helpers: usize, work: &(dyn Fn() + Sync)) {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
-    use super::{together, Crew};
+    use super::{together, Workers};
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::Arc;
     use std::time::{Duration, Instant};
 
-    /// A crew of `count`, whose threads stay parked when the test has ended.
-    fn crew(count: usize) -> Arc<Crew> {
-        let crew = Arc::new(Crew::new());
+    /// `count` of them, whose threads stay parked when the test has ended.
+    fn workers(count: usize) -> Arc<Workers> {
+        let workers = Arc::new(Workers::new());
         for _ in 0..count {
-            let helper = crew.clone();
+            let helper = workers.clone();
             std::thread::spawn(move || helper.help());
         }
-        crew
+        workers
     }
 
     /// Runs of `work` until another thread was in it.
-    fn until_helped(crew: &Crew, work: &(dyn Fn() + Sync)) {
+    fn until_helped(workers: &Workers, work: &(dyn Fn() + Sync)) {
         let (begin, caller) = (Instant::now(), std::thread::current().id());
         let helped = AtomicUsize::new(0);
         while helped.load(Ordering::SeqCst) == 0 {
             assert!(begin.elapsed() < Duration::from_secs(30), "nobody helps");
-            crew.run(1, &|| {
+            workers.run(1, &|| {
                 if std::thread::current().id() == caller {
                     // Leaves the other some time to come.
                     let begin = Instant::now();
@@ -227,19 +227,19 @@ mod tests {
 
     #[test]
     fn every_piece_is_done_once_and_nobody_stays_inside() {
-        let crew = crew(2);
+        let workers = workers(2);
         for round in 0..2000 {
             let pieces: Vec<AtomicUsize> = (0..round % 50).map(|_| AtomicUsize::new(0)).collect();
             let next = AtomicUsize::new(0);
-            crew.run(2, &|| {
+            workers.run(2, &|| {
                 while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::SeqCst)) {
                     piece.fetch_add(1, Ordering::SeqCst);
                 }
             });
-            assert_eq!(crew.inside.load(Ordering::SeqCst), 0);
+            assert_eq!(workers.inside.load(Ordering::SeqCst), 0);
             assert!(pieces.iter().all(|done| done.load(Ordering::SeqCst) == 1));
         }
-        until_helped(&crew, &|| {});
+        until_helped(&workers, &|| {});
     }
 
     #[test]
@@ -248,36 +248,36 @@ mod tests {
         let work = || {
             done.fetch_add(1, Ordering::SeqCst);
         };
-        Crew::new().run(3, &work);
+        Workers::new().run(3, &work);
         assert_eq!(done.load(Ordering::SeqCst), 1);
         // Inside a call the helpers are taken.
-        let crew = crew(1);
-        crew.run(1, &|| crew.run(1, &work));
+        let workers = workers(1);
+        workers.run(1, &|| workers.run(1, &work));
         together(0, &work);
         together(500, &|| together(1, &work));
         assert!(done.load(Ordering::SeqCst) >= 4);
     }
 
     #[test]
-    fn a_panic_comes_out_and_the_crew_goes_on() {
-        let crew = crew(1);
+    fn a_panic_comes_out_and_the_workers_go_on() {
+        let workers = workers(1);
         let here = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            crew.run(1, &|| panic!("expected by a test"));
+            workers.run(1, &|| panic!("expected by a test"));
         }));
         assert!(here.is_err());
         let there = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            until_helped(&crew, &|| panic!("expected by a test"));
+            until_helped(&workers, &|| panic!("expected by a test"));
         }));
         assert!(there.is_err());
-        until_helped(&crew, &|| {});
+        until_helped(&workers, &|| {});
     }
 
     #[test]
     fn a_panic_on_both_sides_is_not_told_to_the_next_call() {
-        let (crew, caller) = (crew(1), std::thread::current().id());
+        let (workers, caller) = (workers(1), std::thread::current().id());
         let (helped, begin) = (AtomicUsize::new(0), Instant::now());
         let both = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            crew.run(1, &|| {
+            workers.run(1, &|| {
                 if std::thread::current().id() == caller {
                     while helped.load(Ordering::SeqCst) == 0 {
                         assert!(begin.elapsed() < Duration::from_secs(30), "nobody helps");
@@ -290,13 +290,13 @@ mod tests {
             });
         }));
         assert!(both.is_err() && helped.load(Ordering::SeqCst) == 1);
-        crew.run(1, &|| {});
+        workers.run(1, &|| {});
     }
 }
 
 #[cfg(all(test, loom))]
 mod models {
-    use super::Crew;
+    use super::Workers;
     use loom::sync::atomic::{AtomicUsize, Ordering};
     use loom::thread;
     use std::sync::Arc;
@@ -308,15 +308,15 @@ mod models {
         let mut builder = loom::model::Builder::new();
         builder.preemption_bound = Some(3);
         builder.check(|| {
-            let crew = Arc::new(Crew::new());
+            let workers = Arc::new(Workers::new());
             let helper = {
-                let crew = crew.clone();
-                thread::spawn(move || crew.help())
+                let workers = workers.clone();
+                thread::spawn(move || workers.help())
             };
             for _ in 0..2 {
                 let (next, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
                 let under_way = AtomicUsize::new(0);
-                crew.run(1, &|| {
+                workers.run(1, &|| {
                     under_way.fetch_add(1, Ordering::SeqCst);
                     while next.fetch_add(1, Ordering::SeqCst) < 2 {
                         done.fetch_add(1, Ordering::Relaxed);
@@ -326,7 +326,7 @@ mod models {
                 assert_eq!(under_way.load(Ordering::SeqCst), 0);
                 assert_eq!(done.load(Ordering::Relaxed), 2);
             }
-            crew.end();
+            workers.end();
             helper.join().unwrap();
         });
     }
