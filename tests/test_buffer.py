@@ -309,7 +309,8 @@ def test_snapshot_shows_every_trajectory() -> None:
         put(buffer, i, 7, version=i)
     lease = buffer.take(1, 0.0)
     assert buffer.snapshot() == [
-        {"sequence": i, "state": "leased" if i == 0 else "ready", "bytes": 8, "min_version": i} for i in range(3)
+        {"sequence": i, "state": "leased" if i == 0 else "ready", "bytes": 8, "min_version": i, "task": -1}
+        for i in range(3)
     ]
     assert lease
 

@@ -20,20 +20,20 @@ class Model(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.buffer = _core.Buffer(self.max_trajectories, self.max_bytes, self.policy)
-        self.ready: list[tuple[int, int, int]] = []  # number, bytes, version
-        self.leased: list[tuple[_core.Lease, tuple[int, int, int]]] = []
+        self.ready: list[tuple[int, int, int, int]] = []  # number, bytes, version, task
+        self.leased: list[tuple[_core.Lease, tuple[int, int, int, int]]] = []
         self.next = 0
 
     def held_bytes(self) -> int:
-        return sum(b for _, b, _ in self.ready) + sum(entry[1] for _, entry in self.leased)
+        return sum(entry[1] for entry in self.ready) + sum(entry[1] for _, entry in self.leased)
 
     def has_room(self, size: int) -> bool:
         return len(self.ready) + len(self.leased) < self.max_trajectories and self.held_bytes() + size <= self.max_bytes
 
-    @rule(size=st.integers(0, 50), version=st.integers(0, 6))
-    def put(self, size: int, version: int) -> None:
+    @rule(size=st.integers(0, 50), version=st.integers(0, 6), task=st.integers(-1, 3))
+    def put(self, size: int, version: int, task: int) -> None:
         header = b"%06d" % self.next
-        entry = (self.next, size + 6, version)
+        entry = (self.next, size + 6, version, task)
         expected: list[bytes] = []
         while not self.has_room(entry[1]) and self.ready and self.policy.startswith("drop"):
             key = (lambda e: e[0]) if self.policy == "drop_oldest" else (lambda e: (e[2], e[0]))
@@ -41,7 +41,7 @@ class Model(RuleBasedStateMachine):
             self.ready.remove(victim)
             expected.append(b"%06d" % victim[0])
         try:
-            result = self.buffer.put(header, bytes(size), min_version=version, timeout_s=0.0)
+            result = self.buffer.put(header, bytes(size), min_version=version, timeout_s=0.0, task=task)
         except (DeadlineError, FullError):
             assert not self.has_room(entry[1])
             return
@@ -59,6 +59,24 @@ class Model(RuleBasedStateMachine):
             assert (int(bytes(lease.header)), lease.min_version) == (entry[0], entry[2])
             self.leased.append((lease, entry))
 
+    @rule(asked=st.lists(st.integers(0, 3), min_size=1, max_size=3, unique=True), waits=st.booleans())
+    def take_tasks(self, asked: list[int], waits: bool) -> None:
+        first = [next((entry for entry in self.ready if entry[3] == task), None) for task in asked]
+        try:
+            leases = self.buffer.take_tasks(asked, 0.0) if waits else self.buffer.try_take_tasks(asked)
+        except DeadlineError as error:
+            leases = []
+            assert f"that of task {asked[first.index(None)]} is missing" in str(error)
+        if None in first:
+            assert leases == []
+            return
+        assert [lease.task for lease in leases] == asked
+        for lease, entry in zip(leases, first, strict=True):
+            assert entry is not None
+            assert (int(bytes(lease.header)), lease.min_version) == (entry[0], entry[2])
+            self.ready.remove(entry)
+            self.leased.append((lease, entry))
+
     @precondition(lambda self: self.leased)
     @rule(data=st.data(), how=st.sampled_from(["commit", "give_back", "forget"]))
     def settle(self, data: st.DataObject, how: str) -> None:
@@ -70,7 +88,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(keep_from=st.integers(0, 6))
     def advance(self, keep_from: int) -> None:
-        old = sorted((v, i) for i, _, v in self.ready if v < keep_from)
+        old = sorted((v, i) for i, _, v, _ in self.ready if v < keep_from)
         assert self.buffer.advance(6, keep_from) == [b"%06d" % i for _, i in old]
         self.ready = [entry for entry in self.ready if entry[2] >= keep_from]
 
@@ -80,6 +98,8 @@ class Model(RuleBasedStateMachine):
         assert (stats["trajectories"], stats["leased"]) == (len(self.ready), len(self.leased))
         assert stats["bytes"] == self.held_bytes() <= self.max_bytes
         assert conserved(self.buffer)
+        held = sorted([*self.ready, *(entry for _, entry in self.leased)])
+        assert self.buffer.columns()["task"].tolist() == [entry[3] for entry in held]
 
 
 class OldestModel(Model):

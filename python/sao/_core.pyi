@@ -169,9 +169,10 @@ class Buffer:
         min_version: int,
         timeout_s: float | None = None,
         sidecars: Sequence[BytesLike] | None = None,
+        task: int = -1,
     ) -> dict[str, Any] | None:
         """Copies one in, with the frames of its sidecars; returns None or what the policy dropped for it:
-        {"reason": str, "headers": list[bytes]}.
+        {"reason": str, "headers": list[bytes]}. `task`: the ordinal by which `take_tasks` finds it, -1 for none.
 
         Raises `DeadlineError`, `FullError`, `ClosedError`; `ValidationError` at once for one that can never fit.
         """
@@ -182,7 +183,9 @@ class Buffer:
         Raises as `put`, and `ValidationError` when a rule of the trajectory is broken.
         """
 
-    def put_object(self, object: Any, bytes: int = 0, min_version: int = 0, timeout_s: float | None = None) -> int:
+    def put_object(
+        self, object: Any, bytes: int = 0, min_version: int = 0, timeout_s: float | None = None, *, task: int = -1
+    ) -> int:
         """Keeps a reference to any object, counted as `bytes`; returns how many the policy dropped for it."""
 
     def drain(self, n: int, timeout_s: float | None = None) -> list[Any]:
@@ -193,6 +196,14 @@ class Buffer:
 
     def try_take(self, n: int) -> list[Lease]:
         """As `take` without waiting: empty when fewer than `n` are ready or others wait for theirs."""
+
+    def take_tasks(self, ordinals: Sequence[int], timeout_s: float | None = None) -> list[Lease]:
+        """Leases those of exactly these tasks, in this order, all or none; of several of a task the first in order of
+        completion. In one queue with `take`. Raises as `take`, and `ValidationError` for a task named twice.
+        """
+
+    def try_take_tasks(self, ordinals: Sequence[int]) -> list[Lease]:
+        """As `take_tasks` without waiting: empty when not all are ready or others wait for theirs."""
 
     def advance(self, version: int, keep_from: int | None = None) -> list[bytes]:
         """Notes the policy version; drops what is ready with min_version < keep_from and returns the headers."""
@@ -210,13 +221,16 @@ class Buffer:
         """
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """Each trajectory held, in order of completion: sequence, state (ready | leased), bytes, min_version."""
+        """Each trajectory held, in order of completion: sequence, state (ready | leased), bytes, min_version, task."""
 
     def columns(self) -> dict[str, NDArray[Any]]:
-        """As `snapshot`: sequence int64, leased bool, bytes int64 and min_version int64, one entry a trajectory."""
+        """As `snapshot`: sequence, bytes, min_version, task (int64) and leased (bool), one entry a trajectory."""
 
     def wait_to_take(self, n: int) -> Waiter:
         """Joins the queue of those who wait to take `n`."""
+
+    def wait_to_take_tasks(self, ordinals: Sequence[int]) -> Waiter:
+        """Joins the same queue, to take these tasks."""
 
     def wait_to_put(self, bytes: int) -> Waiter:
         """Joins the queue of those who wait for room for this many bytes, header and payload together."""
@@ -235,6 +249,8 @@ class Lease:
     def sequence(self) -> int: ...
     @property
     def min_version(self) -> int: ...
+    @property
+    def task(self) -> int: ...
     @property
     def header(self) -> View: ...
     @property
@@ -257,11 +273,17 @@ class Waiter:
         """The trajectories, or None when they are not there yet. Raises `ClosedError`."""
 
     def put(
-        self, header: BytesLike, payload: BytesLike, min_version: int, sidecars: Sequence[BytesLike] | None = None
+        self,
+        header: BytesLike,
+        payload: BytesLike,
+        min_version: int,
+        sidecars: Sequence[BytesLike] | None = None,
+        *,
+        task: int = -1,
     ) -> list[bytes] | None:
         """Headers of those that the policy dropped for it; None when there is no room yet. Raises as `Buffer.put`."""
 
-    def put_object(self, object: Any, min_version: int) -> list[bytes] | None:
+    def put_object(self, object: Any, min_version: int, *, task: int = -1) -> list[bytes] | None:
         """As `put`, by reference, counted as the bytes that were announced."""
 
     def close(self) -> None:

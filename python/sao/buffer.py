@@ -10,7 +10,7 @@ deadline that each takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -65,7 +65,12 @@ class Held:
 
 
 class TrajectoryBuffer:
-    """Trajectories in order of completion, for any number of producer and consumer threads.
+    """Trajectories in order of completion or of tasks, for any number of producer and consumer threads.
+
+    `take` gives the next in order of completion. `take_tasks` gives those of certain tasks, which is what groups need,
+    and a FIFO by order of start: start tasks in the order of their ordinals while `sao.Admission` permits, and take the
+    oldest `batch` of them for each step; no token is then older than `max_lag` versions (docs/explanation/window.md has
+    the proof, docs/how-to/embed.md a program).
 
     Args:
         max_trajectories: trajectories kept at most, held ones included.
@@ -98,7 +103,8 @@ class TrajectoryBuffer:
         """
         if not self._by_reference:
             return self._core.put_trajectory(trajectory, timeout_s)
-        return self._core.put_object(trajectory, _array_bytes(trajectory), _oldest(trajectory), timeout_s)
+        size, oldest = _array_bytes(trajectory), _oldest(trajectory)
+        return self._core.put_object(trajectory, size, oldest, timeout_s, task=trajectory.task_ordinal)
 
     def take(self, n: int, timeout_s: float | None = None) -> list[Held]:
         """The next `n` trajectories, all of them or none.
@@ -112,6 +118,21 @@ class TrajectoryBuffer:
         """As `take` without waiting: an empty list when fewer than `n` are ready or others wait for theirs."""
         return [Held(lease) for lease in self._core.try_take(n)]
 
+    def take_tasks(self, ordinals: Sequence[int], timeout_s: float | None = None) -> list[Held]:
+        """The trajectories of exactly these tasks (`task_ordinal`), in the order asked, all of them or none; of several
+        of one task the one that finished first.
+
+        Waits up to `timeout_s` seconds (None: without end) in one queue with `take`: what it waits for holds up those
+        behind it. What it waits for must find room: with policy `block`, `max_trajectories` must cover all tasks that
+        may be in flight. Raises `DeadlineError`, which names a task that is missing, `ClosedError`, and at once
+        `ValidationError` unless there are 1 to max_trajectories ordinals, each at least 0 and named once.
+        """
+        return [Held(lease) for lease in self._core.take_tasks(ordinals, timeout_s)]
+
+    def try_take_tasks(self, ordinals: Sequence[int]) -> list[Held]:
+        """As `take_tasks` without waiting: an empty list when not all are ready or others wait for theirs."""
+        return [Held(lease) for lease in self._core.try_take_tasks(ordinals)]
+
     def drain(self, n: int, timeout_s: float | None = None) -> list[Trajectory]:
         """As `take`, committed at once: for consumers that need not be able to give anything back."""
         taken = self._core.drain(n, timeout_s)
@@ -122,19 +143,26 @@ class TrajectoryBuffer:
         if self._by_reference:
             size, version = _array_bytes(trajectory), _oldest(trajectory)
             waiter = self._core.wait_to_put(size)
-            attempt = lambda: waiter.put_object(trajectory, version)  # noqa: E731
+            attempt = lambda: waiter.put_object(trajectory, version, task=trajectory.task_ordinal)  # noqa: E731
         else:
             header, payload, *sidecars = encode_frames(trajectory)
             version = _oldest(trajectory)
             size = sum(len(frame) for frame in (header, payload, *sidecars))
             waiter = self._core.wait_to_put(size)
-            attempt = lambda: waiter.put(header, payload, version, sidecars)  # noqa: E731
+            task = trajectory.task_ordinal
+            attempt = lambda: waiter.put(header, payload, version, sidecars, task=task)  # noqa: E731
         return len(await _until(waiter, attempt, timeout_s, f"room for a trajectory of {size} bytes"))
 
     async def take_async(self, n: int, timeout_s: float | None = None) -> list[Held]:
         """As `take`, for coroutines. They stand in one queue with threads; a cancelled one leaves it."""
         waiter = self._core.wait_to_take(n)
         return [Held(lease) for lease in await _until(waiter, waiter.take, timeout_s, f"{n} trajectories")]
+
+    async def take_tasks_async(self, ordinals: Sequence[int], timeout_s: float | None = None) -> list[Held]:
+        """As `take_tasks`, for coroutines."""
+        waiter = self._core.wait_to_take_tasks(ordinals)
+        what = f"the trajectories of {len(ordinals)} tasks"
+        return [Held(lease) for lease in await _until(waiter, waiter.take, timeout_s, what)]
 
     def advance(self, version: int, keep_from: int | None = None) -> int:
         """Notes the policy version; drops what is ready and older than `keep_from`, and returns how many that were.
@@ -145,7 +173,8 @@ class TrajectoryBuffer:
         return self._core.retire(version, keep_from)
 
     def snapshot(self) -> dict[str, NDArray[np.generic]]:
-        """What is held, in order of completion: arrays sequence, leased, bytes and min_version, an entry a trajectory.
+        """What is held, in order of completion: arrays sequence, leased, bytes, min_version and task (-1: none), an
+        entry a trajectory.
 
         Producers and consumers go on meanwhile: what is held from beginning to end is in it exactly once.
         """

@@ -13,8 +13,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "embed.md"
 PROGRAMS = re.findall(r"^## (.*?)\n.*?^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_there_are_three() -> None:
-    assert len(PROGRAMS) == 3
+def test_there_are_four() -> None:
+    assert len(PROGRAMS) == 4
 
 
 @pytest.mark.parametrize(("title", "program"), PROGRAMS, ids=[title for title, _ in PROGRAMS])

@@ -22,6 +22,8 @@ def buffer(quick: bool) -> Iterator[Row]:
     for held in (256, 2_048, 16_384):
         yield from _retire_and_take(held, held // 128, 20 if quick else 200)
     yield from _retire_and_take(16_384, 8, 20 if quick else 100)
+    for held in (2_048, 16_384, 50_000):
+        yield from _take_by_task(held, 20 if quick else 200)
     yield from _batches(0.3 if quick else 1.0)
     yield from _stalls(5_000 if quick else 50_000, 1.0 if quick else 3.0)
 
@@ -94,6 +96,42 @@ def _retire_and_take(held: int, versions: int, repetitions: int) -> Iterator[Row
     if count > 64:
         note = "the first half of them frees 2 of what was retired each"
         yield row("the puts after it", size, "sao", np.array(puts), 1, "put", note)
+
+
+def _take_by_task(held: int, repetitions: int) -> Iterator[Row]:
+    """64 of all that is held: the first in order, those of the oldest tasks (a windowed FIFO), those of any tasks.
+
+    They finish in another order than their tasks were started, over 8 versions. What was taken is replaced, outside of
+    what is measured.
+    """
+    chance = np.random.default_rng(0)
+    core = _core.Buffer(held + 64, 1 << 30)
+    header, payload = b"h" * 300, b"p" * 700
+    live: list[int] = chance.permutation(held).tolist()
+    for task in live:
+        core.put(header, payload, min_version=task * 8 // held, task=task)
+    live.sort()
+
+    def measured(asked: list[int] | None) -> float:
+        begin = time.perf_counter_ns()
+        leases = core.take(64) if asked is None else core.take_tasks(asked)
+        took = (time.perf_counter_ns() - begin) / 1e3
+        gone = {lease.task for lease in leases}
+        for lease in leases:
+            lease.commit()
+        live[:] = [task for task in live if task not in gone] + [live[-1] + 1 + i for i in range(64)]
+        for task in live[-64:]:
+            core.put(header, payload, min_version=task * 8 // held, task=task)
+        return took
+
+    takes: dict[str, Callable[[], list[int] | None]] = {
+        "take 64": lambda: None,
+        "take 64 of the oldest tasks": lambda: live[:64],
+        "take 64 of any tasks": lambda: chance.choice(live, 64, replace=False).tolist(),
+    }
+    for what, choose in takes.items():
+        durations = np.array([measured(choose()) for _ in range(repetitions)])
+        yield row(what, f"{held} held", "sao", durations, 1, "take", "" if what == "take 64" else "looks at every key")
 
 
 def _batches(budget_s: float) -> Iterator[Row]:

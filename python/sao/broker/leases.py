@@ -20,10 +20,10 @@ def serve(state: State, take: Take, now: float) -> bool:
     book, store = state.book, state.store
     if state.config.staleness.discipline == "window":
         head = book.head(take.n)
-        held = store.take_these(head) if head else []
+        held = store.take_tasks(head) if head else []
     elif state.groups.size > 1:
         whole = state.groups.ready(take.n)
-        held = store.take_these(whole) if whole else []
+        held = store.take_tasks(whole) if whole else []
     else:
         held = store.take(take.n)
     if not held:

@@ -58,7 +58,7 @@ def restore(state: State, now: float) -> None:
                 task.finished = now
         if wanted:
             for number, ordinals in state.book.ledger.leases():
-                there = dict(state.store.take_these([o for o in ordinals if o in past.trajectories]))
+                there = dict(state.store.take_tasks([o for o in ordinals if o in past.trajectories]))
                 state.leases[number] = OpenLease(None, [(ordinal, there.get(ordinal)) for ordinal in ordinals])
                 state.next_lease = max(state.next_lease, number + 1)
     if past.goes_on:

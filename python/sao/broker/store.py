@@ -54,13 +54,13 @@ class Store:
         can never fit.
         """
         self.largest_bytes = max(self.largest_bytes, sum(memoryview(frame).nbytes for frame in frames))
-        if self._waiting or not self._fits(frames, min_version):
+        if self._waiting or not self._fits(ordinal, frames, min_version):
             self._waiting.append((ordinal, frames, min_version))
 
     def refill(self) -> bool:
         """Moves what waits into the room that has become free; whether anything moved."""
         before = len(self._waiting)
-        while self._waiting and self._fits(*self._waiting[0][1:]):
+        while self._waiting and self._fits(*self._waiting[0]):
             self._waiting.popleft()
         return len(self._waiting) < before
 
@@ -74,20 +74,17 @@ class Store:
 
     def take(self, n: int) -> list[tuple[int, Any]]:
         """`n` (ordinal, lease) pairs in order of completion; empty when there are fewer."""
-        return [(ordinal_of(lease.header), lease) for lease in self._buffer.try_take(n)]
+        return [(lease.task, lease) for lease in self._buffer.try_take(n)]
 
-    def take_these(self, ordinals: Sequence[int]) -> list[tuple[int, Any]]:
+    def take_tasks(self, ordinals: Sequence[int]) -> list[tuple[int, Any]]:
         """(ordinal, lease) pairs of these tasks, in this order; empty unless all are in the buffer."""
-        ready = self._buffer.stats()["trajectories"]
-        found = {ordinal_of(lease.header): lease for lease in self._buffer.try_take(ready)} if ready else {}
-        chosen = [(o, found.pop(o)) for o in ordinals] if all(o in found for o in ordinals) else []
-        for lease in found.values():
-            lease.give_back()
-        return chosen
+        if not 0 < len(ordinals) <= self.max_trajectories:
+            return []
+        return [(lease.task, lease) for lease in self._buffer.try_take_tasks(ordinals)]
 
     def discard(self, ordinal: int) -> None:
         """Frees the trajectory of this task, wherever it waits."""
-        for _, lease in self.take_these([ordinal]):
+        for _, lease in self.take_tasks([ordinal]):
             lease.commit()
         self._waiting = deque(entry for entry in self._waiting if entry[0] != ordinal)
 
@@ -100,10 +97,10 @@ class Store:
         self._waiting.clear()
         self._buffer.close()
 
-    def _fits(self, frames: Sequence[Buffer], min_version: int) -> bool:
+    def _fits(self, ordinal: int, frames: Sequence[Buffer], min_version: int) -> bool:
         header, payload, *sidecars = frames
         try:
-            self._buffer.put(header, payload, min_version=min_version, timeout_s=0.0, sidecars=sidecars)
+            self._buffer.put(header, payload, min_version=min_version, timeout_s=0.0, sidecars=sidecars, task=ordinal)
         except FullError:
             return False
         return True

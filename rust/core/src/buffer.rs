@@ -24,14 +24,16 @@ mod lease;
 mod retire;
 mod snapshot;
 mod state;
+mod tasks;
 mod waiter;
 
 use lease::{leases, Slot};
 use retire::Unfreed;
+use tasks::Watch;
 
 pub use item::{Content, Item, Object};
 pub use lease::Lease;
-pub use state::{Entry, Limits, Policy, Stats};
+pub use state::{Entry, Label, Limits, Policy, Stats};
 pub use waiter::Waiter;
 
 /// Bytes of the budget; given back when dropped. Never dropped under the lock.
@@ -90,13 +92,16 @@ impl Ticket {
     }
 }
 
+/// The label of what belongs to no task.
+const NO_TASK: i64 = -1;
+
 type Items = Vec<(u64, Arc<Item>)>;
 
 /// What has come in and has no place in the order yet. What the index asks for is here too, so that nobody has to look
 /// for it in cold memory under the lock.
 #[derive(Debug)]
 struct Arrival {
-    min_version: i64,
+    label: Label,
     bytes: usize,
     item: Arc<Item>,
 }
@@ -108,11 +113,14 @@ struct Index {
     version: i64,
     next_sequence: u64,
     ready: Ready<Arc<Item>>,
-    leased: BTreeMap<u64, (usize, i64)>,
+    /// Key and version of what is out.
+    leased: BTreeMap<u64, (Key, i64)>,
     received: u64,
     committed: u64,
     dropped: BTreeMap<&'static str, u64>,
     takers: VecDeque<Arc<Ticket>>,
+    /// Of the first of `takers`, if it waits for tasks.
+    watch: Option<Watch>,
     putters: VecDeque<Arc<Ticket>>,
 }
 
@@ -150,7 +158,7 @@ impl Index {
         let mut items = Vec::with_capacity(n);
         while items.len() < n {
             let (key, version, item) = self.ready.pop_first()?;
-            self.leased.insert(key.sequence, (key.bytes, version));
+            self.leased.insert(key.sequence, (key, version));
             items.push((key.sequence, item));
         }
         Some(items)
@@ -208,9 +216,12 @@ impl Shared {
                 self.budget.release_place();
                 late.push(arrival.item);
             } else {
-                let bytes = arrival.bytes;
-                let key = Key { sequence, bytes };
-                index.ready.insert(key, arrival.min_version, arrival.item);
+                let key = Key {
+                    sequence,
+                    bytes: arrival.bytes,
+                    task: arrival.label.task,
+                };
+                index.admit(key, arrival.label.min_version, arrival.item);
             }
         }
         late
@@ -227,7 +238,8 @@ impl Shared {
     /// Tells whoever is next and can go on now. What has come in must be in the index.
     fn wake(&self, index: &Index) {
         if let Some(taker) = index.takers.front() {
-            if index.ready.len() >= taker.need {
+            let complete = index.watch.as_ref().is_none_or(Watch::complete);
+            if complete && index.ready.len() >= taker.need {
                 taker.tell();
             }
         }
@@ -267,6 +279,9 @@ impl Shared {
     }
 
     fn leave(&self, index: &mut Index, side: Side, ticket: &Arc<Ticket>) {
+        if side == Side::Take && index.is_first(side, ticket) {
+            index.watch = None;
+        }
         index
             .queue(side)
             .retain(|other| !Arc::ptr_eq(other, ticket));
@@ -295,7 +310,7 @@ impl Shared {
         )
     }
 
-    fn waited_for(&self, index: &Index, side: Side, need: usize) -> String {
+    fn waited_for(&self, index: &Index, side: Side, need: usize, missing: Option<i64>) -> String {
         let held = format!(
             "{} ready, {} leased, {} of {} bytes held, {} producers waiting for room",
             index.ready.len(),
@@ -306,7 +321,12 @@ impl Shared {
         );
         match side {
             Side::Put => format!("room for a trajectory of {need} bytes ({held})"),
-            Side::Take => format!("{need} trajectories ({held})"),
+            Side::Take => match missing {
+                Some(task) => {
+                    format!("{need} trajectories by task, that of task {task} is missing ({held})")
+                }
+                None => format!("{need} trajectories ({held})"),
+            },
         }
     }
 
@@ -350,9 +370,16 @@ impl Shared {
         Attempt::Done(items)
     }
 
-    fn check_put(&self, bytes: usize, min_version: i64) -> Result<()> {
-        if min_version < 0 {
-            return Err(invalid(format!("min_version: {min_version} is negative")));
+    fn check_put(&self, bytes: usize, label: Label) -> Result<()> {
+        if label.min_version < 0 {
+            let version = label.min_version;
+            return Err(invalid(format!("min_version: {version} is negative")));
+        }
+        if label.task < NO_TASK {
+            return Err(invalid(format!(
+                "task: {} is neither a task ordinal, from 0, nor {NO_TASK} for none",
+                label.task
+            )));
         }
         if bytes > self.limits.max_bytes {
             return Err(invalid(format!(
@@ -412,6 +439,7 @@ impl Buffer {
             committed: 0,
             dropped: BTreeMap::new(),
             takers: VecDeque::new(),
+            watch: None,
             putters: VecDeque::new(),
         };
         let arrivals = limits.max_trajectories.clamp(2, MAX_ARRIVALS);
@@ -438,10 +466,10 @@ impl Buffer {
         &self,
         header: &[u8],
         payload: &[u8],
-        min_version: i64,
+        label: impl Into<Label>,
         pace: &mut dyn Pace,
     ) -> Result<Vec<Vec<u8>>> {
-        self.put_content(&mut Content::Copy(header, payload, &[]), min_version, pace)
+        self.put_content(&mut Content::Copy(header, payload, &[]), label, pace)
     }
 
     /// Puts one trajectory in; gives the headers of those that the policy dropped for it.
@@ -454,18 +482,18 @@ impl Buffer {
     pub fn put_content(
         &self,
         content: &mut Content<'_>,
-        min_version: i64,
+        label: impl Into<Label>,
         pace: &mut dyn Pace,
     ) -> Result<Vec<Vec<u8>>> {
-        let bytes = content.bytes();
+        let (bytes, label) = (content.bytes(), label.into());
         let shared = &self.shared;
-        if self.try_put(content, min_version)? {
+        if self.try_put(content, label)? {
             return Ok(Vec::new());
         }
         let mut evicted = Vec::new();
         let attempt = |index: &mut Index| shared.try_room(index, bytes);
         self.enter(Side::Put, bytes, pace, &mut evicted, attempt)?;
-        Slot::new(shared.clone(), bytes).publish(content, min_version)?;
+        Slot::new(shared.clone(), bytes).publish(content, label)?;
         Ok(evicted)
     }
 
@@ -474,10 +502,10 @@ impl Buffer {
     ///
     /// # Errors
     /// [`Error::Validation`] and [`Error::Closed`] as [`Self::put_content`].
-    pub fn try_put(&self, content: &mut Content<'_>, min_version: i64) -> Result<bool> {
-        let bytes = content.bytes();
+    pub fn try_put(&self, content: &mut Content<'_>, label: impl Into<Label>) -> Result<bool> {
+        let (bytes, label) = (content.bytes(), label.into());
         let shared = &self.shared;
-        shared.check_put(bytes, min_version)?;
+        shared.check_put(bytes, label)?;
         if shared.closed.load(Ordering::SeqCst) {
             return Err(closed());
         }
@@ -489,7 +517,7 @@ impl Buffer {
             shared.room_was_made();
             return Ok(false);
         }
-        Slot::new(shared.clone(), bytes).publish(content, min_version)?;
+        Slot::new(shared.clone(), bytes).publish(content, label)?;
         Ok(true)
     }
 
@@ -572,7 +600,7 @@ impl Buffer {
     /// [`Error::Validation`] as [`Self::take`].
     pub fn wait_to_take(&self, n: usize, call: Call) -> Result<Waiter> {
         self.shared.check_count(n)?;
-        Ok(Waiter::new(&self.shared, Side::Take, n, call))
+        Ok(Waiter::new(&self.shared, Side::Take, n, None, call))
     }
 
     /// As [`Self::wait_to_take`], for room for a trajectory of `bytes` and [`Waiter::put`].
@@ -580,8 +608,8 @@ impl Buffer {
     /// # Errors
     /// [`Error::Validation`] for one that can never fit.
     pub fn wait_to_put(&self, bytes: usize, call: Call) -> Result<Waiter> {
-        self.shared.check_put(bytes, 0)?;
-        Ok(Waiter::new(&self.shared, Side::Put, bytes, call))
+        self.shared.check_put(bytes, 0.into())?;
+        Ok(Waiter::new(&self.shared, Side::Put, bytes, None, call))
     }
 
     /// Ends the buffer: everybody who waits gets [`Error::Closed`], what is ready is freed (reason `closed`). Leases and
@@ -689,7 +717,11 @@ impl Buffer {
                 index = shared.lock();
                 match answer {
                     Ok(longest) => pause = Some(longest),
-                    Err(stop) => break Err(stop.error(&shared.waited_for(&index, side, need))),
+                    Err(stop) => {
+                        shared.gather(&mut index);
+                        let missing = index.missing(side, &ticket);
+                        break Err(stop.error(&shared.waited_for(&index, side, need, missing)));
+                    }
                 }
             }
         };

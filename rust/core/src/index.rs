@@ -2,15 +2,22 @@
 //!
 //! One bucket of trajectories per policy version, each in order of completion, and the fronts of the buckets in order:
 //! the next in order, the next of the oldest version and the retirement of whole versions all cost the logarithm of the
-//! number of versions, however many trajectories are held.
+//! number of versions, however many trajectories are held. Those of certain tasks are found by a look at every key: a map
+//! from tasks to places would cost every put, take and retirement, to save some microseconds in the call that asks.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+mod wanted;
+
+pub(crate) use wanted::Wanted;
 
 /// What is known of a trajectory without touching its memory, which is cold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Key {
     pub(crate) sequence: u64,
     pub(crate) bytes: usize,
+    /// The ordinal of its task, or -1.
+    pub(crate) task: i64,
 }
 
 /// Trajectories of one version in order of completion. Their keys lie by themselves, so that a range of them is copied
@@ -46,6 +53,43 @@ impl<T> Bucket<T> {
             }
             _ => self.keys.len(),
         }
+    }
+}
+
+/// Where the trajectory of a task lies.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    version: i64,
+    at: usize,
+    sequence: u64,
+}
+
+/// Takes out what is at `places`, which ascend: one pass over the side from which fewer have to move up. What is taken
+/// out comes in an order that depends on nothing but `places`.
+fn extract<U>(all: &mut VecDeque<U>, places: &[usize]) -> Vec<U> {
+    let (Some(&first), Some(&last)) = (places.first(), places.last()) else {
+        return Vec::new();
+    };
+    let (n, end) = (places.len(), all.len());
+    if last < end - first {
+        let mut to = last;
+        for (i, &place) in places.iter().enumerate().rev() {
+            let before = i.checked_sub(1).map_or(0, |i| places[i] + 1);
+            for from in (before..place).rev() {
+                all.swap(from, to);
+                to -= 1;
+            }
+        }
+        all.drain(..n).collect()
+    } else {
+        let mut to = first;
+        for (i, &place) in places.iter().enumerate() {
+            for from in place + 1..places.get(i + 1).copied().unwrap_or(end) {
+                all.swap(from, to);
+                to += 1;
+            }
+        }
+        all.drain(end - n..).collect()
     }
 }
 
@@ -114,6 +158,69 @@ impl<T> Ready<T> {
         Some((key, version, item))
     }
 
+    /// Takes out one trajectory of each wanted task, in the order asked, all or none: of several the one that finished
+    /// first. When some are not there it says which are.
+    #[allow(clippy::type_complexity)] // what `pop_first` gives, for each
+    pub(crate) fn take_tasks(&mut self, wanted: &Wanted) -> Result<Vec<(Key, i64, T)>, Vec<bool>> {
+        let mut found: Vec<Option<Place>> = vec![None; wanted.len()];
+        for (&version, bucket) in &self.buckets {
+            let (front, back) = bucket.keys.as_slices();
+            for (at, key) in front.iter().chain(back).enumerate() {
+                if let Some(place) = wanted.place(key.task) {
+                    let sequence = key.sequence;
+                    if found[place].is_none_or(|earlier| sequence < earlier.sequence) {
+                        found[place] = Some(Place {
+                            version,
+                            at,
+                            sequence,
+                        });
+                    }
+                }
+            }
+        }
+        let all: Option<Vec<Place>> = found.iter().copied().collect();
+        let Some(mut places) = all else {
+            return Err(found.iter().map(Option::is_some).collect());
+        };
+        places.sort_unstable_by_key(|place| (place.version, place.at));
+        let mut taken: Vec<Option<(Key, i64, T)>> = found.iter().map(|_| None).collect();
+        for group in places.chunk_by(|one, next| one.version == next.version) {
+            for (key, version, item) in self.pop_at(group) {
+                if let Some(place) = wanted.place(key.task) {
+                    taken[place] = Some((key, version, item));
+                }
+            }
+        }
+        Ok(taken.into_iter().flatten().collect())
+    }
+
+    /// Takes out what is at `places` of one version.
+    fn pop_at(&mut self, places: &[Place]) -> Vec<(Key, i64, T)> {
+        let Some(&Place { version, .. }) = places.first() else {
+            return Vec::new();
+        };
+        let Some(bucket) = self.buckets.get_mut(&version) else {
+            return Vec::new();
+        };
+        let before = bucket.front();
+        let places: Vec<usize> = places.iter().map(|place| place.at).collect();
+        let keys = extract(&mut bucket.keys, &places);
+        let items = extract(&mut bucket.items, &places);
+        let after = bucket.front();
+        if before != after {
+            if let Some(front) = before {
+                self.fronts.remove(&(front, version));
+            }
+            match after {
+                Some(front) => drop(self.fronts.insert((front, version))),
+                None => drop(self.buckets.remove(&version)),
+            }
+        }
+        self.len -= places.len();
+        let out = keys.into_iter().zip(items);
+        out.map(|(key, item)| (key, version, item)).collect()
+    }
+
     /// Takes out all of versions below `keep_from`, whole buckets at a time.
     pub(crate) fn retire(&mut self, keep_from: i64) -> Vec<Bucket<T>> {
         let mut retired = Vec::new();
@@ -158,9 +265,9 @@ impl<T> Ready<T> {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
-    use super::{Key, Ready};
+    use super::{extract, Key, Ready, Wanted};
     use proptest::prelude::*;
-    use std::collections::BTreeMap;
+    use std::collections::{BTreeMap, VecDeque};
 
     #[derive(Clone, Debug)]
     enum Op {
@@ -169,6 +276,7 @@ mod tests {
         First,
         Stalest,
         Retire(i64),
+        Tasks(Vec<i64>),
     }
 
     fn ops() -> impl Strategy<Value = Vec<Op>> {
@@ -178,13 +286,28 @@ mod tests {
             2 => Just(Op::First),
             1 => Just(Op::Stalest),
             1 => (0i64..6).prop_map(Op::Retire),
+            3 => asked().prop_map(Op::Tasks),
         ];
         prop::collection::vec(op, 0..200)
     }
 
+    /// Distinct tasks in any order; 0 to 7 exist.
+    fn asked() -> impl Strategy<Value = Vec<i64>> {
+        let tasks: Vec<i64> = (0..9).collect();
+        prop::sample::subsequence(tasks, 1..5).prop_shuffle()
+    }
+
+    /// Of every nine in a row one belongs to no task, and two that are nine apart to the same.
+    fn task(sequence: u64) -> i64 {
+        (sequence * 5 % 9) as i64 - 1
+    }
+
     fn key(sequence: u64) -> Key {
-        let bytes = sequence as usize * 7;
-        Key { sequence, bytes }
+        Key {
+            sequence,
+            bytes: sequence as usize * 7,
+            task: task(sequence),
+        }
     }
 
     proptest! {
@@ -225,6 +348,23 @@ mod tests {
                         model.retain(|_, v| *v >= keep_from);
                         prop_assert_eq!(got, want);
                     }
+                    Op::Tasks(asked) => {
+                        let first = |&of: &i64| model.iter().find(|(&s, _)| task(s) == of).map(|(&s, &v)| (s, v));
+                        let want: Vec<Option<(u64, i64)>> = asked.iter().map(first).collect();
+                        match ready.take_tasks(&Wanted::new(&asked, 9).expect("valid")) {
+                            Ok(got) => {
+                                let want: Vec<(u64, i64)> = want.into_iter().flatten().collect();
+                                let all: Vec<_> = want.iter().map(|&(s, v)| (key(s), v, v)).collect();
+                                prop_assert_eq!(got, all);
+                                model.retain(|s, _| !want.iter().any(|(of, _)| of == s));
+                                out.extend(want);
+                            }
+                            Err(there) => {
+                                prop_assert!(there.iter().copied().eq(want.iter().map(Option::is_some)));
+                                prop_assert!(there.contains(&false));
+                            }
+                        }
+                    }
                 }
                 prop_assert_eq!(ready.len(), model.len());
                 let middle = next / 2;
@@ -240,6 +380,34 @@ mod tests {
                 prop_assert_eq!(from, keys.len());
                 window.sort_unstable();
                 prop_assert!(window.into_iter().eq(model.range(middle..stop).map(|(&s, &v)| (s, v))));
+            }
+        }
+
+        /// From a deque that begins anywhere in its memory.
+        #[test]
+        fn what_is_taken_out_leaves_the_others_in_order(n in 1usize..40, begin in 0usize..40, which in any::<u64>(), few in any::<u64>()) {
+            let mut all: VecDeque<usize> = VecDeque::with_capacity(40);
+            all.extend(0..begin);
+            all.drain(..);
+            all.extend(0..n);
+            let places: Vec<usize> = (0..n).filter(|&at| which & few >> at & 1 == 1).collect();
+            let mut out = extract(&mut all, &places);
+            out.sort_unstable();
+            prop_assert_eq!(&out, &places);
+            prop_assert!(all.into_iter().eq((0..n).filter(|at| !places.contains(at))));
+        }
+
+        /// The filter never hides a task, and what passes it is looked up.
+        #[test]
+        fn every_wanted_task_has_its_place(asked in prop::collection::btree_set(prop_oneof![0i64..200, 0..i64::MAX], 1..100), others in prop::collection::vec(prop_oneof![-1i64..200, any::<i64>()], 0..200)) {
+            let asked: Vec<i64> = asked.into_iter().rev().collect();
+            let wanted = Wanted::new(&asked, 100).expect("valid");
+            prop_assert_eq!(wanted.len(), asked.len());
+            for (place, &task) in asked.iter().enumerate() {
+                prop_assert_eq!((wanted.place(task), wanted.ordinal(place)), (Some(place), Some(task)));
+            }
+            for other in others {
+                prop_assert_eq!(wanted.place(other), asked.iter().position(|&task| task == other));
             }
         }
     }

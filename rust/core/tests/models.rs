@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use loom::thread;
-use sao_core::buffer::{Buffer, Limits, Policy};
+use sao_core::buffer::{Buffer, Label, Lease, Limits, Policy};
 use sao_core::wait::{Pace, Stop};
 use sao_core::Error;
 
@@ -37,6 +37,16 @@ fn at_once() -> impl Pace {
 
 fn put(buffer: &Buffer, version: i64) {
     buffer.put(b"h", b"p", version, &mut events_only()).unwrap();
+}
+
+fn put_of(buffer: &Buffer, task: i64, min_version: i64) {
+    let label = Label { min_version, task };
+    buffer.put(b"h", b"p", label, &mut events_only()).unwrap();
+}
+
+fn tasks(leases: &[Lease]) -> Vec<i64> {
+    let items = leases.iter().map(|lease| lease.item().unwrap());
+    items.map(|item| item.task()).collect()
 }
 
 /// A consumer that parks is told of a trajectory that arrives through the ring.
@@ -277,5 +287,118 @@ fn a_put_calls_a_waiter() {
         };
         assert_eq!(leases.len(), 1);
         producer.join().unwrap();
+    });
+}
+
+/// A consumer of two tasks is told by whichever of two producers comes last, and gets them in the order asked.
+#[test]
+fn two_puts_wake_a_take_of_tasks() {
+    check(|| {
+        let buffer = buffer(2, 4, Policy::Block);
+        let producers: Vec<_> = (0..2)
+            .map(|task| {
+                let buffer = buffer.clone();
+                thread::spawn(move || put_of(&buffer, task, 0))
+            })
+            .collect();
+        let leases = buffer.take_tasks(&[1, 0], &mut events_only()).unwrap();
+        assert_eq!(tasks(&leases), [1, 0]);
+        producers
+            .into_iter()
+            .for_each(|producer| producer.join().unwrap());
+    });
+}
+
+/// The end meets a put and a consumer that waits for its task: it gets it or is told of the end.
+#[test]
+fn closing_and_a_put_meet_a_take_of_tasks() {
+    check(|| {
+        let buffer = buffer(2, 4, Policy::Block);
+        let consumer = {
+            let buffer = buffer.clone();
+            thread::spawn(move || match buffer.take_tasks(&[7], &mut events_only()) {
+                Ok(leases) => leases.into_iter().map(|lease| lease.commit()).count(),
+                Err(Error::Closed(_)) => 0,
+                Err(other) => panic!("{other}"),
+            })
+        };
+        put_of(&buffer, 7, 0);
+        buffer.close();
+        let taken = consumer.join().unwrap() as u64;
+        let stats = buffer.stats();
+        let dropped = stats.dropped.get("closed").copied().unwrap_or(0);
+        assert_eq!((stats.committed, dropped), (taken, 1 - taken));
+        assert_eq!((stats.bytes, stats.leased), (0, 0));
+    });
+}
+
+/// A consumer of whatever comes and one of a task are in one queue: whoever comes first, both are told.
+#[test]
+fn a_take_of_tasks_and_a_take_in_one_queue() {
+    check(|| {
+        let buffer = buffer(2, 4, Policy::Block);
+        let of_a_task = {
+            let buffer = buffer.clone();
+            thread::spawn(move || {
+                let leases = buffer.take_tasks(&[1], &mut events_only()).unwrap();
+                assert_eq!(tasks(&leases), [1]);
+                leases.into_iter().for_each(|lease| lease.commit());
+            })
+        };
+        let of_any = {
+            let buffer = buffer.clone();
+            thread::spawn(move || {
+                let leases = buffer.take(1, &mut events_only()).unwrap();
+                assert_eq!(tasks(&leases), [0]);
+                leases.into_iter().for_each(|lease| lease.commit());
+            })
+        };
+        put_of(&buffer, 0, 0);
+        put_of(&buffer, 1, 0);
+        of_a_task.join().unwrap();
+        of_any.join().unwrap();
+        assert_eq!(buffer.stats().committed, 2);
+    });
+}
+
+/// What a consumer has seen is retired before the rest is there: it looks again, and waits for what comes again.
+#[test]
+fn retiring_meets_a_take_of_tasks() {
+    check(|| {
+        let buffer = buffer(3, 6, Policy::Block);
+        put_of(&buffer, 0, 0);
+        let consumer = {
+            let buffer = buffer.clone();
+            thread::spawn(move || {
+                let leases = buffer.take_tasks(&[0, 1], &mut events_only()).unwrap();
+                assert_eq!(tasks(&leases), [0, 1]);
+                assert_eq!(leases[0].item().unwrap().min_version(), 1);
+            })
+        };
+        assert_eq!(buffer.retire(1, Some(1)).unwrap(), 1);
+        put_of(&buffer, 1, 1);
+        put_of(&buffer, 0, 1);
+        consumer.join().unwrap();
+        assert_eq!(buffer.stats().ready, 2);
+    });
+}
+
+/// A lease that goes back brings the task that a consumer waits for.
+#[test]
+fn a_give_back_wakes_a_take_of_tasks() {
+    check(|| {
+        let buffer = buffer(2, 4, Policy::Block);
+        put_of(&buffer, 3, 0);
+        let leases = buffer.try_take_tasks(&[3]).unwrap().unwrap();
+        let consumer = {
+            let buffer = buffer.clone();
+            thread::spawn(move || {
+                let leases = buffer.take_tasks(&[3], &mut events_only()).unwrap();
+                leases.into_iter().for_each(|lease| lease.commit());
+            })
+        };
+        drop(leases);
+        consumer.join().unwrap();
+        assert_eq!(buffer.stats().committed, 1);
     });
 }

@@ -13,7 +13,8 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 use rustix::event::{eventfd, EventfdFlags};
-use sao_core::buffer::{self, Content, Item, Limits};
+use sao_core::buffer::{self, Content, Item, Label, Limits};
+use sao_core::wait::Pace;
 use sao_core::wire as format;
 
 use crate::error::{guard, to_py, validation};
@@ -54,7 +55,7 @@ impl Buffer {
         })
     }
 
-    #[pyo3(signature = (header, payload, *, min_version, timeout_s=None, sidecars=None))]
+    #[pyo3(signature = (header, payload, *, min_version, timeout_s=None, sidecars=None, task=-1))]
     #[allow(clippy::too_many_arguments)] // arguments of the Python function
     fn put<'py>(
         &self,
@@ -64,6 +65,7 @@ impl Buffer {
         min_version: i64,
         timeout_s: Option<f64>,
         sidecars: Option<Vec<Bound<'py, PyAny>>>,
+        task: i64,
     ) -> PyResult<Option<Bound<'py, PyDict>>> {
         let (header, payload) = (
             Source::new("header", header)?,
@@ -75,7 +77,8 @@ impl Buffer {
         let extra: usize = sides.iter().map(|bytes| bytes.len()).sum();
         let size = header.len() + payload.len() + extra;
         let content = Content::Copy(header, payload, &sides);
-        let dropped = self.store(py, content, size, min_version, timeout_s)?;
+        let label = Label { min_version, task };
+        let dropped = self.store(py, content, size, label, timeout_s)?;
         if dropped.is_empty() {
             return Ok(None);
         }
@@ -104,13 +107,16 @@ impl Buffer {
         } else {
             check()?
         };
-        let min_version = counts.min_version.unwrap_or(0);
+        let label = Label {
+            min_version: counts.min_version.unwrap_or(0),
+            task: view.task_ordinal,
+        };
         let sides: Vec<&[u8]> = view.sidecars.iter().map(|sidecar| sidecar.bytes).collect();
         let size = header.len() + length + sides.iter().map(|bytes| bytes.len()).sum::<usize>();
         let write = |out: &mut [u8]| format::fill(&view, &places, out);
         let dropped = if frozen {
             let content = Content::Write(&header, length, &write, &sides);
-            self.store(py, content, size, min_version, timeout_s)?
+            self.store(py, content, size, label, timeout_s)?
         } else {
             // Somebody may write to the arrays while this waits for room: what was checked is what goes in.
             let mut payload = vec![0; length];
@@ -118,13 +124,13 @@ impl Buffer {
             let copies: Vec<Vec<u8>> = sides.iter().map(|bytes| bytes.to_vec()).collect();
             let sides: Vec<&[u8]> = copies.iter().map(Vec::as_slice).collect();
             let content = Content::Copy(&header, &payload, &sides);
-            self.store(py, content, size, min_version, timeout_s)?
+            self.store(py, content, size, label, timeout_s)?
         };
         Ok(dropped.len())
     }
 
     /// Keeps a reference to any object, counted as `bytes`; gives how many the policy dropped for it.
-    #[pyo3(signature = (object, bytes=0, min_version=0, timeout_s=None))]
+    #[pyo3(signature = (object, bytes=0, min_version=0, timeout_s=None, *, task=-1))]
     fn put_object(
         &self,
         py: Python<'_>,
@@ -132,9 +138,11 @@ impl Buffer {
         bytes: usize,
         min_version: i64,
         timeout_s: Option<f64>,
+        task: i64,
     ) -> PyResult<usize> {
         let content = Content::Object(Some(Box::new(object)), bytes);
-        let dropped = self.store(py, content, 0, min_version, timeout_s)?;
+        let label = Label { min_version, task };
+        let dropped = self.store(py, content, 0, label, timeout_s)?;
         Ok(dropped.len())
     }
 
@@ -200,6 +208,31 @@ impl Buffer {
         Ok(leases.into_iter().map(Lease::new).collect())
     }
 
+    #[pyo3(signature = (ordinals, timeout_s=None))]
+    #[allow(clippy::needless_pass_by_value)] // extracted from Python
+    fn take_tasks(
+        &self,
+        py: Python<'_>,
+        ordinals: Vec<i64>,
+        timeout_s: Option<f64>,
+    ) -> PyResult<Vec<Lease>> {
+        check_timeout(timeout_s)?;
+        if (1..=TAKE_WITH_GIL).contains(&ordinals.len()) {
+            if let Some(leases) = guard(|| self.buffer.try_take_tasks(&ordinals))? {
+                return Ok(leases.into_iter().map(Lease::new).collect());
+            }
+        }
+        let take = |pace: &mut dyn Pace| self.buffer.take_tasks(&ordinals, pace);
+        let leases = blocking(py, timeout_s, take)?;
+        Ok(leases.into_iter().map(Lease::new).collect())
+    }
+
+    #[allow(clippy::needless_pass_by_value)] // extracted from Python
+    fn try_take_tasks(&self, ordinals: Vec<i64>) -> PyResult<Vec<Lease>> {
+        let leases = guard(|| self.buffer.try_take_tasks(&ordinals))?.unwrap_or_default();
+        Ok(leases.into_iter().map(Lease::new).collect())
+    }
+
     #[pyo3(signature = (version, keep_from=None))]
     fn advance<'py>(
         &self,
@@ -241,6 +274,7 @@ impl Buffer {
             result.set_item("state", if entry.leased { "leased" } else { "ready" })?;
             result.set_item("bytes", entry.bytes)?;
             result.set_item("min_version", entry.min_version)?;
+            result.set_item("task", entry.task)?;
             Ok(result)
         };
         let entries = py.detach(|| self.buffer.snapshot());
@@ -258,12 +292,20 @@ impl Buffer {
         result.set_item("sequence", sequence.into_pyarray(py))?;
         result.set_item("leased", leased.into_pyarray(py))?;
         result.set_item("bytes", bytes.into_pyarray(py))?;
+        let task: Vec<i64> = entries.iter().map(|entry| entry.task).collect();
         result.set_item("min_version", version.into_pyarray(py))?;
+        result.set_item("task", task.into_pyarray(py))?;
         Ok(result)
     }
 
     fn wait_to_take(&self, n: i64) -> PyResult<Waiter> {
         Waiter::new(|call| self.buffer.wait_to_take(count(n)?, call).map_err(to_py))
+    }
+
+    #[allow(clippy::needless_pass_by_value)] // extracted from Python
+    fn wait_to_take_tasks(&self, ordinals: Vec<i64>) -> PyResult<Waiter> {
+        let join = |call| self.buffer.wait_to_take_tasks(&ordinals, call);
+        Waiter::new(|call| join(call).map_err(to_py))
     }
 
     fn wait_to_put(&self, bytes: usize) -> PyResult<Waiter> {
@@ -286,17 +328,16 @@ impl Buffer {
         py: Python<'_>,
         mut content: Content<'_>,
         size: usize,
-        min_version: i64,
+        label: Label,
         timeout_s: Option<f64>,
     ) -> PyResult<Vec<Vec<u8>>> {
         check_timeout(timeout_s)?;
         // Giving the GIL up may cost its switch interval to come back, thousands of times what the copy takes.
-        if size <= COPY_WITH_GIL_BYTES && guard(|| self.buffer.try_put(&mut content, min_version))?
-        {
+        if size <= COPY_WITH_GIL_BYTES && guard(|| self.buffer.try_put(&mut content, label))? {
             return Ok(Vec::new());
         }
         blocking(py, timeout_s, |pace| {
-            self.buffer.put_content(&mut content, min_version, pace)
+            self.buffer.put_content(&mut content, label, pace)
         })
     }
 }
@@ -362,7 +403,7 @@ impl Waiter {
     }
 
     /// The headers of those that were dropped for it, or none when it could not be put in yet.
-    #[pyo3(signature = (header, payload, min_version, sidecars=None))]
+    #[pyo3(signature = (header, payload, min_version, sidecars=None, *, task=-1))]
     fn put<'py>(
         &self,
         py: Python<'py>,
@@ -370,6 +411,7 @@ impl Waiter {
         payload: &Bound<'py, PyAny>,
         min_version: i64,
         sidecars: Option<Vec<Bound<'py, PyAny>>>,
+        task: i64,
     ) -> PyResult<Option<Bound<'py, PyList>>> {
         let (header, payload) = (
             Source::new("header", header)?,
@@ -379,20 +421,24 @@ impl Waiter {
         let sidecars = sources(&sidecars.unwrap_or_default())?;
         let sides: Vec<&[u8]> = sidecars.iter().map(Source::bytes).collect();
         let put = |waiter: &buffer::Waiter| {
-            waiter.put(&mut Content::Copy(header, payload, &sides), min_version)
+            let mut content = Content::Copy(header, payload, &sides);
+            waiter.put(&mut content, Label { min_version, task })
         };
         let dropped = py.detach(|| self.with(put))?;
         dropped.map(|dropped| headers(py, &dropped)).transpose()
     }
 
+    #[pyo3(signature = (object, min_version, *, task=-1))]
     fn put_object<'py>(
         &self,
         py: Python<'py>,
         object: Py<PyAny>,
         min_version: i64,
+        task: i64,
     ) -> PyResult<Option<Bound<'py, PyList>>> {
         let mut content = Content::Object(Some(Box::new(object)), 0);
-        let dropped = py.detach(|| self.with(|waiter| waiter.put(&mut content, min_version)))?;
+        let label = Label { min_version, task };
+        let dropped = py.detach(|| self.with(|waiter| waiter.put(&mut content, label)))?;
         dropped.map(|dropped| headers(py, &dropped)).transpose()
     }
 
@@ -438,18 +484,19 @@ struct Lease {
     sequence: u64,
     #[pyo3(get)]
     min_version: i64,
+    #[pyo3(get)]
+    task: i64,
 }
 
 impl Lease {
     fn new(lease: buffer::Lease) -> Self {
-        let (sequence, min_version) = (
-            lease.sequence(),
-            lease.item().map_or(0, |item| item.min_version()),
-        );
+        let item = lease.item();
+        let (min_version, task) = item.map_or((0, -1), |item| (item.min_version(), item.task()));
         Self {
+            sequence: lease.sequence(),
             open: Mutex::new(Some(lease)),
-            sequence,
             min_version,
+            task,
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::any::Any;
 
-use super::Charge;
+use super::{Charge, Label};
 use crate::pool::Pool;
 use crate::{Error, Result};
 
@@ -74,7 +74,7 @@ pub(super) struct Stored {
 /// An encoded trajectory in the buffer's memory, or an object of the caller's.
 pub struct Item {
     pub(super) stored: Stored,
-    pub(super) min_version: i64,
+    pub(super) label: Label,
     // Gives the bytes back, after the memory was freed or given to the pool.
     pub(super) charge: Charge,
 }
@@ -107,7 +107,12 @@ impl Item {
 
     /// Oldest policy version of its tokens.
     pub fn min_version(&self) -> i64 {
-        self.min_version
+        self.label.min_version
+    }
+
+    /// The ordinal of its task, or -1.
+    pub fn task(&self) -> i64 {
+        self.label.task
     }
 }
 
@@ -131,7 +136,7 @@ impl std::fmt::Debug for Item {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Item")
             .field("bytes", &self.charge.bytes)
-            .field("min_version", &self.min_version)
+            .field("label", &self.label)
             .finish_non_exhaustive()
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::item::{Content, Item};
-use super::{closed, Arrival, Charge, Items, Shared};
+use super::{closed, Arrival, Charge, Items, Label, Shared};
 use crate::index::Key;
 use crate::sync::{fence, Ordering};
 use crate::Result;
@@ -20,7 +20,7 @@ impl Slot {
         }
     }
 
-    pub(super) fn publish(mut self, content: &mut Content<'_>, min_version: i64) -> Result<()> {
+    pub(super) fn publish(mut self, content: &mut Content<'_>, label: Label) -> Result<()> {
         let shared = match &self.charge {
             Some(charge) => charge.shared.clone(),
             None => return Ok(()),
@@ -38,14 +38,10 @@ impl Slot {
         let bytes = charge.bytes;
         let item = Arc::new(Item {
             stored,
-            min_version,
+            label,
             charge,
         });
-        let mut arrival = Arrival {
-            min_version,
-            bytes,
-            item,
-        };
+        let mut arrival = Arrival { label, bytes, item };
         while let Err(back) = shared.arrivals.push(arrival) {
             arrival = back;
             let mut index = shared.lock();
@@ -122,8 +118,9 @@ impl Lease {
             let key = Key {
                 sequence: self.sequence,
                 bytes: item.charge.bytes,
+                task: item.label.task,
             };
-            index.ready.insert(key, item.min_version, item.clone());
+            index.admit(key, item.label.min_version, item.clone());
         }
         shared.gather(&mut index);
         shared.wake(&index);

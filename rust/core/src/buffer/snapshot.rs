@@ -29,12 +29,7 @@ impl Buffer {
             let index = shared.lock();
             index.ready.window(from, stop, &mut keys, &mut runs);
             let out = index.leased.range(from..stop);
-            leased.extend(out.map(|(&sequence, &(bytes, min_version))| Entry {
-                sequence,
-                leased: true,
-                bytes,
-                min_version,
-            }));
+            leased.extend(out.map(|(_, &(key, min_version))| entry(&key, min_version, true)));
             from = if keys.len() + leased.len() > 0 {
                 stop
             } else {
@@ -45,17 +40,23 @@ impl Buffer {
             entries.append(&mut leased);
             let mut start = 0;
             for (min_version, stop) in runs.drain(..) {
-                entries.extend(keys[start..stop].iter().map(|key| Entry {
-                    sequence: key.sequence,
-                    leased: false,
-                    bytes: key.bytes,
-                    min_version,
-                }));
+                let run = keys[start..stop].iter();
+                entries.extend(run.map(|key| entry(key, min_version, false)));
                 start = stop;
             }
             keys.clear();
             entries[first..].sort_by_key(|entry| entry.sequence);
         }
         entries
+    }
+}
+
+fn entry(key: &Key, min_version: i64, leased: bool) -> Entry {
+    Entry {
+        sequence: key.sequence,
+        leased,
+        bytes: key.bytes,
+        min_version,
+        task: key.task,
     }
 }

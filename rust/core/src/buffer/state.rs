@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use super::NO_TASK;
 use crate::{Error, Result};
 
 /// What `put` does when there is no room.
@@ -46,6 +47,23 @@ impl std::str::FromStr for Policy {
                 "policy: {name:?} is not block, reject, drop_oldest or drop_stalest"
             ))
         })
+    }
+}
+
+/// What is noted of a trajectory beside its bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Label {
+    /// Oldest policy version of its tokens.
+    pub min_version: i64,
+    /// The ordinal of its task, by which [`super::Buffer::take_tasks`] finds it; -1 for none.
+    pub task: i64,
+}
+
+impl From<i64> for Label {
+    /// Of a trajectory that belongs to no task.
+    fn from(min_version: i64) -> Self {
+        let task = NO_TASK;
+        Self { min_version, task }
     }
 }
 
@@ -98,6 +116,8 @@ pub struct Entry {
     pub bytes: usize,
     /// Oldest policy version of its tokens.
     pub min_version: i64,
+    /// The ordinal of its task, or -1.
+    pub task: i64,
 }
 
 impl Limits {

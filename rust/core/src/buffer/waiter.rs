@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use super::item::Content;
 use super::lease::{leases, Lease, Slot};
-use super::{closed, invalid, Attempt, Call, Event, Index, Shared, Side, Ticket};
+use super::{closed, invalid, Attempt, Call, Event, Index, Label, Shared, Side, Ticket};
+use crate::index::Wanted;
 use crate::Result;
 
 /// A place in the queue of those who wait; dropping it leaves the queue.
@@ -13,11 +14,19 @@ use crate::Result;
 pub struct Waiter {
     shared: Arc<Shared>,
     side: Side,
+    /// The tasks that it waits for, if any.
+    wanted: Option<Arc<Wanted>>,
     ticket: Arc<Ticket>,
 }
 
 impl Waiter {
-    pub(super) fn new(shared: &Arc<Shared>, side: Side, need: usize, call: Call) -> Self {
+    pub(super) fn new(
+        shared: &Arc<Shared>,
+        side: Side,
+        need: usize,
+        wanted: Option<Arc<Wanted>>,
+        call: Call,
+    ) -> Self {
         let ticket = Arc::new(Ticket {
             need,
             event: Event::Call(call),
@@ -27,6 +36,7 @@ impl Waiter {
         Self {
             shared: shared.clone(),
             side,
+            wanted,
             ticket,
         }
     }
@@ -38,7 +48,10 @@ impl Waiter {
     /// [`Error::Closed`].
     pub fn take(&self) -> Result<Option<Vec<Lease>>> {
         debug_assert_eq!(self.side, Side::Take);
-        let items = self.attempt(Shared::try_lease)?;
+        let items = self.attempt(|shared, index, need| match &self.wanted {
+            Some(wanted) => shared.try_lease_tasks(index, wanted),
+            None => shared.try_lease(index, need),
+        })?;
         Ok(items.map(|items| leases(&self.shared, items)))
     }
 
@@ -46,8 +59,13 @@ impl Waiter {
     ///
     /// # Errors
     /// [`Error::Closed`]; [`Error::Full`] by [`Policy::Reject`]; [`Error::Validation`] for another size.
-    pub fn put(&self, content: &mut Content<'_>, min_version: i64) -> Result<Option<Vec<Vec<u8>>>> {
+    pub fn put(
+        &self,
+        content: &mut Content<'_>,
+        label: impl Into<Label>,
+    ) -> Result<Option<Vec<Vec<u8>>>> {
         debug_assert_eq!(self.side, Side::Put);
+        let label = label.into();
         if let Content::Object(_, bytes) = content {
             *bytes = self.ticket.need;
         }
@@ -58,7 +76,7 @@ impl Waiter {
                 self.ticket.need
             )));
         }
-        self.shared.check_put(bytes, min_version)?;
+        self.shared.check_put(bytes, label)?;
         let mut evicted = Vec::new();
         loop {
             let done = self.attempt(|shared, index, need| match shared.try_room(index, need) {
@@ -73,7 +91,7 @@ impl Waiter {
                 Some(_) => break,
             }
         }
-        Slot::new(self.shared.clone(), bytes).publish(content, min_version)?;
+        Slot::new(self.shared.clone(), bytes).publish(content, label)?;
         Ok(Some(evicted))
     }
 
