@@ -16,7 +16,7 @@ from sao.cli import app
 from sao.errors import ValidationError
 
 
-@pytest.mark.parametrize("topic", ["wire", "ledger", "transport"])
+@pytest.mark.parametrize("topic", ["pack", "wire", "ledger", "transport"])
 def test_rows_are_positive_and_ordered(topic: str) -> None:
     rows = list(bench.run(topic, quick=True))
     assert len({(row.what, row.size, row.how) for row in rows}) == len(rows) >= 4

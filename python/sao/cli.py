@@ -148,7 +148,9 @@ def bench(
     topics: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[buffer|pack|advantage|wire|ledger|transport|weights]...", help="default: all", show_default=False
+            metavar="TOPIC",
+            help="buffer, pack, advantage, wire, ledger, transport or weights; default: all",
+            show_default=False,
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="fewer repetitions, smaller largest sizes")] = False,

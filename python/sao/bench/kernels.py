@@ -46,8 +46,8 @@ def pack(quick: bool) -> Iterator[Row]:
             for imbalance in (1.02, math.inf):
                 plan = lambda x=lengths, c=capacity, i=imbalance: _core.plan(x, RANKS, c, 1, max_imbalance=i)  # noqa: E731
                 durations = times_us(plan, budget_s)
-                imbalance, lock_step = evenness(plan().costs)
-                note = f"heaviest rank {imbalance:.4f} of the mean, lock-step {lock_step:.4f}"
+                heaviest, lock_step = evenness(plan().costs)
+                note = f"heaviest rank {heaviest:.4f} of the mean, lock-step {lock_step:.4f}"
                 how = "sao, lock step alone" if imbalance == math.inf else "sao"
                 yield row(f"plan for {RANKS} ranks", f"{n} {name}", how, durations, n, "segment", note)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -35,11 +36,11 @@ def show(topics: Sequence[str], *, quick: bool = False, json_file: Path | None =
 
 
 def _table(topic: str, rows: Sequence[Row]) -> Table:
-    table = Table(title=topic, title_justify="left")
+    table = Table(title=topic, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for name in ("what", "size", "how"):
         table.add_column(name)
     for name in ("p50", "p99", "max", "throughput"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)  # a number that is cut is none
     table.add_column("note")
     for row in rows:
         times = [shown_time(us) for us in (row.p50_us, row.p99_us, row.max_us)]
