@@ -1,7 +1,7 @@
 """Packing and planning: `sao.pack` and `sao.plan` beside first-fit-decreasing in Python and in numba.
 
 The first table is time and bins (the lower bound is tokens / capacity). The second is the plan of a learner step over
-8 ranks: over cap = micro-batches above the capacity; rank imbalance = heaviest rank / mean; lock-step = time when each
+8 ranks: over ranks = how many micro-batches a rank has; imbalance = heaviest rank / mean; lock-step = time when each
 micro-batch takes as long as its slowest rank / time of a perfect split. Cost of a segment: 24576 l + l^2.
 `python bench/pack.py [--quick]`
 """
