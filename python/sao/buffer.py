@@ -67,10 +67,10 @@ class Held:
 class TrajectoryBuffer:
     """Trajectories in order of completion or of tasks, for any number of producer and consumer threads.
 
-    `take` gives the next in order of completion. `take_tasks` gives those of certain tasks, which is what groups need,
-    and a FIFO by order of start: start tasks in the order of their ordinals while `sao.Admission` permits, and take the
-    oldest `batch` of them for each step; no token is then older than `max_lag` versions (docs/explanation/window.md has
-    the proof, docs/how-to/embed.md a program).
+    `take` gives the next in order of completion. `take_tasks` gives those of certain tasks, which is what groups need
+    (an ordinal for each member), and a windowed FIFO: start tasks in the order of their ordinals while `sao.Admission`
+    permits, and take the oldest `batch` of them for each step; no token is then older than `max_lag` versions
+    (docs/explanation/window.md has the proof, docs/how-to/embed.md a program).
 
     Args:
         max_trajectories: trajectories kept at most, held ones included.
@@ -123,8 +123,9 @@ class TrajectoryBuffer:
         of one task the one that finished first.
 
         Waits up to `timeout_s` seconds (None: without end) in one queue with `take`: what it waits for holds up those
-        behind it. What it waits for must find room: with policy `block`, `max_trajectories` must cover all tasks that
-        may be in flight. Raises `DeadlineError`, which names a task that is missing, `ClosedError`, and at once
+        behind it. What it waits for must find room: with policy `block`, `max_trajectories` and `max_bytes` must cover
+        all tasks that may be in flight; one that another policy dropped is waited for until it is put again. Raises
+        `DeadlineError`, which names a task that is missing if it was first in the queue, `ClosedError`, and at once
         `ValidationError` unless there are 1 to max_trajectories ordinals, each at least 0 and named once.
         """
         return [Held(lease) for lease in self._core.take_tasks(ordinals, timeout_s)]
@@ -159,7 +160,7 @@ class TrajectoryBuffer:
         return [Held(lease) for lease in await _until(waiter, waiter.take, timeout_s, f"{n} trajectories")]
 
     async def take_tasks_async(self, ordinals: Sequence[int], timeout_s: float | None = None) -> list[Held]:
-        """As `take_tasks`, for coroutines."""
+        """As `take_tasks`, for coroutines; its `DeadlineError` names no task."""
         waiter = self._core.wait_to_take_tasks(ordinals)
         what = f"the trajectories of {len(ordinals)} tasks"
         return [Held(lease) for lease in await _until(waiter, waiter.take, timeout_s, what)]
