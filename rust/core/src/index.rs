@@ -3,7 +3,7 @@
 //! One bucket of trajectories per policy version, each in order of completion, and the fronts of the buckets in order:
 //! the next in order, the next of the oldest version and the retirement of whole versions all cost the logarithm of the
 //! number of versions, however many trajectories are held. Those of certain tasks are found by a look at every key: a map
-//! from tasks to places would cost every put, take and retirement, to save some microseconds in the call that asks.
+//! from tasks to places would cost every put, take and retirement, to save a scan in the call that asks.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 

@@ -109,7 +109,7 @@ impl Shared {
         true
     }
 
-    fn bury(&self, retired: Vec<Retired>) {
+    fn free_soon(&self, retired: Vec<Retired>) {
         self.unfreed.add(retired);
         // Whoever waits for room can free it. Either it finds this when it looks again, or this sees that it waits.
         self.room_was_made();
@@ -158,7 +158,7 @@ impl Buffer {
         let old = self.shared.outdated(version, keep_from)?;
         let count = old.iter().map(|bucket| bucket.items.len()).sum();
         if count > 0 {
-            self.shared.bury(old);
+            self.shared.free_soon(old);
         }
         Ok(count)
     }
@@ -172,7 +172,7 @@ impl Buffer {
         let items = old.iter().flat_map(|bucket| &bucket.items);
         let headers: Vec<_> = items.map(|item| item.header().to_vec()).collect();
         if !headers.is_empty() {
-            self.shared.bury(old);
+            self.shared.free_soon(old);
         }
         Ok(headers)
     }
