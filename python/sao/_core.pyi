@@ -178,7 +178,8 @@ class Buffer:
         """
 
     def put_trajectory(self, trajectory: Any, timeout_s: float | None = None) -> int:
-        """Checks a `sao.Trajectory` and encodes it into the buffer's memory; returns how many the policy dropped.
+        """Checks a `sao.Trajectory` and encodes it into the buffer's memory, under its `task_ordinal`; returns how many
+        the policy dropped for it.
 
         Raises as `put`, and `ValidationError` when a rule of the trajectory is broken.
         """
