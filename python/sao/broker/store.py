@@ -78,7 +78,7 @@ class Store:
 
     def take_tasks(self, ordinals: Sequence[int]) -> list[tuple[int, Any]]:
         """(ordinal, lease) pairs of these tasks, in this order; empty unless all are in the buffer."""
-        if not 0 < len(ordinals) <= self.max_trajectories:
+        if not 0 < len(ordinals) <= self.max_trajectories:  # what it can never hold is an error to the buffer
             return []
         return [(lease.task, lease) for lease in self._buffer.try_take_tasks(ordinals)]
 

@@ -26,13 +26,14 @@ log = logging.getLogger(__name__)
 
 
 class Connections:
-    """Makes the protocols of a listening socket. serve: makes one that speaks HTTP, for each connection."""
+    """Makes the protocols of a listening socket. serve: makes one that speaks HTTP, for each connection.
+    `most`: connections that may be open at a time.
+    """
 
     def __init__(self, serve: Callable[[], Any]) -> None:
         self._serve = serve
         self._lines: dict[Any, _Line] = {}
         self.most = min(MAX_CONNECTIONS, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
-        self.refused = 0
 
     def __call__(self) -> asyncio.Protocol:
         return _Line(self)
@@ -52,7 +53,6 @@ class Connections:
     def admit(self, line: _Line) -> Any:
         """The HTTP protocol of a new connection, or None when there are too many."""
         if len(self._lines) >= self.most:
-            self.refused += 1
             log.warning("agents: %d connections are open; one more is refused", self.most)
             return None
         protocol = self._serve()
