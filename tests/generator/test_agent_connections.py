@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import pytest
 
@@ -128,3 +129,35 @@ def test_one_connection_too_many_is_told_and_closed(monkeypatch: pytest.MonkeyPa
         kept[1][1].close()
 
     with_server(use)
+
+
+def test_those_that_are_refused_are_bounded_as_well(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each may read why for a second; with thousands a second that would be every descriptor of the process."""
+    monkeypatch.setattr(agent_connections, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(agent_connections, "_MAX_LINGERING", 3)
+    monkeypatch.setattr(agent_connections, "_LINGER_S", 60.0)
+
+    async def use(connect: Callable[[], Awaitable[Line]]) -> None:
+        kept = await connect()
+        lines = [await connect() for _ in range(12)]
+        told = 0
+        for reader, _ in lines:
+            with suppress(ConnectionResetError, asyncio.IncompleteReadError):
+                assert await answer(reader) == (503, "1 connections are open, no more are taken")
+                told += 1
+        assert told == 3
+        for _, writer in lines:
+            writer.close()
+        while True:  # until the ends of those have been seen
+            reader, writer = await connect()
+            with suppress(ConnectionResetError, asyncio.IncompleteReadError):
+                assert (await answer(reader))[0] == 503
+                writer.close()
+                break
+            writer.close()
+        kept[1].close()
+
+    with_server(use)
+    assert sum("is refused" in record.getMessage() for record in caplog.records) == 1

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import resource
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -21,6 +23,8 @@ HEAD_S: Final = 30.0  # for the head of a request to arrive as a whole; the firs
 IDLE_S: Final = 300.0  # a connection may be kept without a request
 MAX_CONNECTIONS: Final = 4096  # and not more than half of the files that this process may open
 _LINGER_S: Final = 1.0  # who is refused can read why
+_TELL_S: Final = 10.0  # at most so often the log says that somebody was refused
+_MAX_LINGERING: Final = 64  # so many; the others are cut off, for their descriptors count as well
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +37,12 @@ class Connections:
     def __init__(self, serve: Callable[[], Any]) -> None:
         self._serve = serve
         self._lines: dict[Any, _Line] = {}
-        self.most = min(MAX_CONNECTIONS, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self.most = min(MAX_CONNECTIONS, max(1, files // 2))
+        self.most_lingering = min(_MAX_LINGERING, files // 8)
+        self.lingering = 0  # were refused, and can still read why
+        self.refused = 0
+        self._told_s = -math.inf
 
     def __call__(self) -> asyncio.Protocol:
         return _Line(self)
@@ -53,7 +62,10 @@ class Connections:
     def admit(self, line: _Line) -> Any:
         """The HTTP protocol of a new connection, or None when there are too many."""
         if len(self._lines) >= self.most:
-            log.warning("agents: %d connections are open; one more is refused", self.most)
+            self.refused += 1
+            if (now := time.monotonic()) >= self._told_s + _TELL_S:
+                self._told_s = now
+                log.warning("agents: %d connections are open; one more is refused, %d so far", self.most, self.refused)
             return None
         protocol = self._serve()
         self._lines[protocol] = line
@@ -104,6 +116,7 @@ class _Line(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._stop()
+        self._connections.lingering -= self._refused
         if self._http is not None:
             self._connections.gone(self._http)
             self._http.connection_lost(error)
@@ -124,6 +137,10 @@ class _Line(asyncio.Protocol):
     def _refuse(self, error: ApiError) -> None:
         """Says why, and ends the connection as soon as the other side has, or soon after."""
         self._refused = True
+        self._connections.lingering += 1
+        if self._connections.lingering > self._connections.most_lingering:
+            self._transport.abort()
+            return
         body = json.dumps(error.body()).encode()
         head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nContent-Type: application/json\r\n"
         self._transport.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
