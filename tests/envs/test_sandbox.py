@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -221,3 +221,76 @@ def test_a_cancelled_script_is_ended(kind: str, folder: Path) -> None:
 
     asyncio.run(cancel())
     assert not any("86397.5" in " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]))
+
+
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_a_script_can_be_cancelled_at_any_moment_of_its_beginning(kind: str, folder: Path) -> None:
+    """Nothing is left then, no process and no descriptor, and the cancellation ends."""
+    box = Sandbox(Limits(wall_s=60.0), allow_unprotected=kind == "unshare")
+    box.own(folder)
+
+    async def cancel(wait: Callable[[], Awaitable[None]]) -> None:
+        running = asyncio.create_task(box.run("sleep 86396.5", [Folder(folder, "/workspace")]))
+        await wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    async def ticks(n: int) -> None:
+        for _ in range(n):
+            await asyncio.sleep(0)
+
+    async def all_moments() -> None:
+        await cancel(lambda: ticks(2))
+        await ticks(20)
+        before = open_files()
+        async with asyncio.timeout(60):
+            for n in range(12):
+                await cancel(lambda n=n: ticks(n))  # type: ignore[misc]
+            for n in range(40):
+                await cancel(lambda n=n: asyncio.sleep(n * 0.0003))  # type: ignore[misc]
+        await ticks(20)
+        assert open_files() == before
+
+    asyncio.run(all_moments())
+    assert not any("86396.5" in " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]))
+
+
+def test_the_first_process_of_a_namespace_is_killed_even_when_it_has_left_the_group(folder: Path) -> None:
+    """As bubblewrap's is between its new session and its wish to die with its parent."""
+    imitation = folder.parent / "bwrap"
+    imitation.write_text(
+        '#!/bin/sh\nwhile [ "$1" != --info-fd ]; do shift; done\nsetsid sleep 86395.5 &\n'
+        'format=\'{"child-pid": %s, "pid-namespace": %s}\'\n'
+        'printf "$format" $! $(/usr/bin/stat -L -c %i /proc/self/ns/pid) > /proc/self/fd/$2\nwait\n'
+    )
+    imitation.chmod(0o755)
+    box = Sandbox(Limits(wall_s=1.0), allow_unprotected=True)
+    box._bwrap = str(imitation)
+    began = time.monotonic()
+    with pytest.raises(EnvironmentFailure, match="did not start"):
+        asyncio.run(box.run("true", [Folder(folder, "/workspace")]))
+    assert time.monotonic() - began < 8
+    assert not any("86395.5" in " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]))
+
+
+@pytest.mark.parametrize("script", ["echo a\0b", "echo \ud800", "x" * 200_000])
+def test_a_script_that_cannot_be_passed_is_a_failure_and_leaves_no_descriptor(
+    kind: str, folder: Path, script: str
+) -> None:
+    box = Sandbox(LIMITS, allow_unprotected=kind == "unshare")
+
+    async def try_it() -> int:
+        with pytest.raises(EnvironmentFailure) as caught:
+            await box.run(script, [Folder(folder, "/workspace")])
+        assert caught.value.reason == "sandbox_error"
+        return open_files()
+
+    async def twice() -> tuple[int, int]:
+        return await try_it(), await try_it()
+
+    before, after = asyncio.run(twice())
+    assert before == after

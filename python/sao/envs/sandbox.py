@@ -169,38 +169,30 @@ class Sandbox:
         Raises `EnvironmentFailure("sandbox_error")` if the sandbox did not come up: then the script has not run.
         """
         mark = secrets.token_hex(8).encode() + b"\n"
-        told, telling = os.pipe()  # in it bubblewrap says which process is the first of the namespace
-        command = self._command(folders, environment or {}, mark, script, telling)
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                cwd="/",
-                env={},
-                pass_fds=() if self._bwrap is None else (telling,),
-            )
+            told, telling = os.pipe()  # in it bubblewrap says which process is the first of the namespace
         except OSError as error:
-            os.close(told)
-            raise EnvironmentFailure("sandbox_error", f"{command[0]}: {error}") from error
-        finally:
-            os.close(telling)
+            raise EnvironmentFailure("sandbox_error", f"pipe: {error}") from error
         kept, timed_out = bytearray(), False
         most = self.limits.output_bytes + len(mark)
         try:
-            async with asyncio.timeout(self.limits.wall_s):
-                _, cut = await asyncio.gather(_feed(process, stdin), _read(process, kept, most))
-                await process.wait()
-        except TimeoutError:
-            timed_out, cut = True, len(kept) >= most
-        finally:
+            command = self._command(folders, environment or {}, mark, script, telling)
             try:
-                await _kill(process)
-                await _gone(told)
+                process, cancelled = await _start(command, () if self._bwrap is None else (telling,))
             finally:
-                os.close(told)
+                os.close(telling)
+            try:
+                if cancelled is not None:
+                    raise cancelled
+                async with asyncio.timeout(self.limits.wall_s):
+                    _, cut = await asyncio.gather(_feed(process, stdin), _read(process, kept, most))
+                    await process.wait()
+            except TimeoutError:
+                timed_out, cut = True, len(kept) >= most
+            finally:
+                await _end(process, told)
+        finally:
+            os.close(told)
         if not kept.startswith(mark):
             raise EnvironmentFailure("sandbox_error", f"the sandbox did not start: {bytes(kept[:400])!r}")
         assert process.returncode is not None
@@ -242,6 +234,38 @@ class Sandbox:
         ]
 
 
+async def _start(
+    command: Sequence[str], descriptors: Sequence[int]
+) -> tuple[asyncio.subprocess.Process, asyncio.CancelledError | None]:
+    """Starts a sandbox, with these descriptors, to the end even when it is cancelled meanwhile: asyncio would kill the
+    process alone, not what it has forked by then, and wait without end for whoever has its pipes.
+
+    Raises `EnvironmentFailure("sandbox_error")` for what cannot be started.
+    """
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
+            *command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd="/",
+            env={},
+            pass_fds=descriptors,
+        )
+    )
+    cancelled = None
+    while not starting.done():
+        try:
+            await asyncio.wait({starting})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    try:
+        return starting.result(), cancelled
+    except (OSError, ValueError) as error:  # a value: a script with a NUL, or a lone surrogate
+        raise cancelled or EnvironmentFailure("sandbox_error", f"{command[0]}: {error}") from error
+
+
 async def _feed(process: asyncio.subprocess.Process, data: bytes) -> None:
     assert process.stdin is not None
     with suppress(BrokenPipeError, ConnectionResetError):  # the script does not read
@@ -260,40 +284,59 @@ async def _read(process: asyncio.subprocess.Process, kept: bytearray, most: int)
     return cut
 
 
-async def _kill(process: asyncio.subprocess.Process) -> None:
-    """Ends the whole tree: the process that is killed is, or takes along, the first of its process namespace."""
-    if process.returncode is None:
+async def _end(process: asyncio.subprocess.Process, told: int) -> None:
+    """Ends the whole tree, and waits until nothing of it is left: bubblewrap ends as soon as it knows the exit code,
+    before the kernel has killed what the script left in the background, and that could go on writing while a grader
+    reads.
+
+    A process namespace's first process is gone only after all others (`zap_pid_ns_processes` in Linux). It is killed by
+    itself as well: it leaves the group before it asks to die with its parent, which may be dead by then.
+    """
+    killed = process.returncode is None
+    if killed:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+    first = _first(told, killed)
     try:
         async with asyncio.timeout(_START_S):
             await process.wait()
+            if first is not None:
+                await _readable(first)
     except TimeoutError:
         raise EnvironmentFailure(
-            "timeout", f"process {process.pid} did not end within {_START_S:g} s of SIGKILL"
+            "timeout", f"process {process.pid}, or what it had started, did not end within {_START_S:g} s of SIGKILL"
         ) from None
+    finally:
+        if first is not None:
+            os.close(first)
 
 
-async def _gone(told: int) -> None:
-    """Waits until nothing of the namespace is left: bubblewrap ends as soon as it knows the exit code, before the
-    kernel has killed what the script left in the background, and that could go on writing while a grader reads.
-
-    A process namespace's first process is gone only after all others (`zap_pid_ns_processes` in Linux).
+def _first(told: int, kill: bool) -> int | None:
+    """A descriptor of the first process of the namespace, which it kills if it is to. None when it is gone, and when
+    nothing whole was told: by unshare, which itself waits for that process, or by a bubblewrap that did not get far; it
+    tells everything before the first process may go on and leave the group.
     """
+    os.set_blocking(told, False)
     try:
-        first = os.pidfd_open(json.loads(os.read(told, 1 << 12))["child-pid"])
-    except ProcessLookupError:
-        return
-    except ValueError:
-        return  # nothing whole: from unshare, which itself waits for the first process, or bubblewrap did not get far
+        namespace = json.loads(os.read(told, 1 << 12))
+        number = namespace["child-pid"]
+        first = os.pidfd_open(number)
+    except (BlockingIOError, ProcessLookupError, ValueError):
+        return None
+    except OSError as error:
+        raise EnvironmentFailure("sandbox_error", f"process {number}: {error}") from error
+    with suppress(OSError):  # it has ended
+        # Not another one that has got its number.
+        if kill and Path(f"/proc/{number}/ns/pid").stat().st_ino == namespace["pid-namespace"]:
+            signal.pidfd_send_signal(first, signal.SIGKILL)
+    return first
+
+
+async def _readable(descriptor: int) -> None:
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
-    loop.add_reader(first, ended.set)
+    loop.add_reader(descriptor, ended.set)
     try:
-        async with asyncio.timeout(_START_S):
-            await ended.wait()
-    except TimeoutError:
-        raise EnvironmentFailure("timeout", f"what a script had started did not end within {_START_S:g} s") from None
+        await ended.wait()
     finally:
-        loop.remove_reader(first)
-        os.close(first)
+        loop.remove_reader(descriptor)
