@@ -19,8 +19,6 @@ const MAX_SHORTER: usize = 16;
 const OTHERS: usize = 4;
 /// Rows beyond which a plan is left as it is: with so many, ranks are even anyway.
 const MAX_ROWS: usize = 1 << 17;
-/// No cells yet.
-const NONE: [(f64, usize); 3] = [(0.0, usize::MAX); 3];
 /// Looks at segments and rows in a pass over a plan, some 30 ms: odd inputs of tens of thousands of segments take no
 /// longer than that, and few others come near it.
 pub(crate) const LOOKS: usize = 1 << 20;
@@ -73,8 +71,6 @@ pub(crate) struct Grid<'a> {
     pub(crate) load: Vec<f64>,
     /// Slowest rank of each step.
     pub(crate) slowest: Vec<f64>,
-    /// The three slowest cells of each step and their costs, the slowest first.
-    top: Vec<[(f64, usize); 3]>,
     /// Segments of each step.
     pub(crate) count: Vec<usize>,
     /// Looks that are left to this pass.
@@ -139,7 +135,6 @@ impl<'a> Grid<'a> {
             load: vec![0.0; ranks],
             slowest: vec![0.0; steps],
             count: vec![0; steps],
-            top: vec![NONE; steps],
             looks: Cell::new(0),
         };
         for (item, &length) in lengths.iter().enumerate() {
@@ -163,23 +158,18 @@ impl<'a> Grid<'a> {
     /// After the cells of a step have changed.
     fn refresh(&mut self, step: usize) {
         let cells = step * self.ranks..(step + 1) * self.ranks;
-        let mut top = NONE;
+        let (mut first, mut second, mut at) = (0.0, 0.0, cells.start);
         for cell in cells.clone() {
             let cost = self.cells[cell];
-            if cost > top[0].0 {
-                top = [(cost, cell), top[0], top[1]];
-            } else if cost > top[1].0 {
-                top = [top[0], (cost, cell), top[1]];
-            } else if cost > top[2].0 {
-                top[2] = (cost, cell);
+            if cost > first {
+                (first, second, at) = (cost, first, cell);
+            } else if cost > second {
+                second = cost;
             }
         }
-        self.slowest[step] = top[0].0;
-        self.others[cells].fill(top[0].0);
-        if let Some(slowest) = self.others.get_mut(top[0].1) {
-            *slowest = top[1].0;
-        }
-        self.top[step] = top;
+        self.slowest[step] = first;
+        self.others[cells].fill(first);
+        self.others[at] = second;
     }
 
     /// Starts a pass, with all its looks.
@@ -211,6 +201,7 @@ impl<'a> Grid<'a> {
             let found = others.iter().find_map(|&light| {
                 let goal = (self.load[heavy] - self.load[light]) / 2.0;
                 let there = sorted[light].get_or_insert_with(|| self.sorted(light));
+                debug_assert_eq!(*there, self.sorted(light), "handed over wrongly");
                 let change = self.best(heavy, light, 0..self.steps, goal, none, Some(there))?;
                 Some((light, change))
             });
@@ -287,11 +278,11 @@ impl<'a> Grid<'a> {
     pub(crate) fn shorter(&self, from: usize, to: usize, less: f64) -> f64 {
         let (a, b) = (from / self.ranks, to / self.ranks);
         if a == b {
-            let rest = self.top[a]
-                .iter()
-                .find(|(_, cell)| *cell != from && *cell != to);
+            // Of all but the one that becomes lighter: the one that becomes heavier is among them with less than it has
+            // then, which changes nothing.
+            let rest = self.others[if less < 0.0 { to } else { from }];
             let changed = (self.cells[from] - less).max(self.cells[to] + less);
-            return self.slowest[a] - rest.map_or(0.0, |(cost, _)| *cost).max(changed);
+            return self.slowest[a] - rest.max(changed);
         }
         let lighter = self.others[from].max(self.cells[from] - less);
         let heavier = self.others[to].max(self.cells[to] + less);
@@ -551,6 +542,47 @@ mod tests {
             }
             for step in 0..steps {
                 prop_assert!((0..ranks).any(|rank| cells[rank * steps + step] > 0.0));
+            }
+        }
+
+        /// What a look at every cell of every step would say, before and after changes.
+        #[test]
+        fn what_handing_on_gains_is_known_without_a_look_at_every_cell(
+            lengths in prop::collection::vec(prop_oneof![4 => 1i64..=300, 1 => 300i64..=1000], 1..80),
+            ranks in 2usize..6,
+            changes in 0usize..3,
+            share in -1.0..=1.0,
+        ) {
+            let layout = Layout {
+                ranks,
+                row_tokens: 1000,
+                rows_per_micro_batch: 1,
+                linear_cost: 100.0,
+                quadratic_cost: 1.0,
+                max_imbalance: 1.0,
+            };
+            let costs: Vec<f64> = lengths.iter().map(|length| layout.cost(*length)).collect();
+            let plan = laid_out(&lengths, &costs, &layout).unwrap();
+            let mut grid = Grid::new(&plan, &lengths, &costs, &layout);
+            if changes > 0 {
+                grid.shorten();
+            }
+            if changes > 1 {
+                grid.even(least(&costs, ranks));
+            }
+            let time = |cells: &[f64]| -> f64 {
+                cells.chunks(ranks).map(|step| step.iter().copied().fold(0.0, f64::max)).sum()
+            };
+            let now = time(&grid.cells);
+            for from in 0..grid.cells.len() {
+                for to in (0..grid.cells.len()).filter(|to| *to != from) {
+                    let less = share * if share < 0.0 { grid.cells[to] } else { grid.cells[from] };
+                    let mut cells = grid.cells.clone();
+                    cells[from] -= less;
+                    cells[to] += less;
+                    let (shorter, want) = (grid.shorter(from, to, less), now - time(&cells));
+                    prop_assert!((shorter - want).abs() <= 1e-9 * now, "{} for {}", shorter, want);
+                }
             }
         }
     }
