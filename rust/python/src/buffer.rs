@@ -31,7 +31,7 @@ const TAKE_WITH_GIL: usize = 256;
 #[pyclass(frozen, module = "sao._core")]
 struct Buffer {
     buffer: buffer::Buffer,
-    policy: buffer::Policy,
+    limits: Limits,
 }
 
 #[pymethods]
@@ -51,7 +51,7 @@ impl Buffer {
         };
         Ok(Self {
             buffer: buffer::Buffer::new(limits).map_err(to_py)?,
-            policy,
+            limits,
         })
     }
 
@@ -83,7 +83,7 @@ impl Buffer {
             return Ok(None);
         }
         let result = PyDict::new(py);
-        result.set_item("reason", self.policy.name())?;
+        result.set_item("reason", self.limits.policy.name())?;
         result.set_item("headers", headers(py, &dropped)?)?;
         Ok(Some(result))
     }
@@ -209,13 +209,13 @@ impl Buffer {
     }
 
     #[pyo3(signature = (ordinals, timeout_s=None))]
-    #[allow(clippy::needless_pass_by_value)] // extracted from Python
     fn take_tasks(
         &self,
         py: Python<'_>,
-        ordinals: Vec<i64>,
+        ordinals: &Bound<'_, PyAny>,
         timeout_s: Option<f64>,
     ) -> PyResult<Vec<Lease>> {
+        let ordinals = self.ordinals(ordinals)?;
         check_timeout(timeout_s)?;
         if (1..=TAKE_WITH_GIL).contains(&ordinals.len()) {
             if let Some(leases) = guard(|| self.buffer.try_take_tasks(&ordinals))? {
@@ -227,8 +227,8 @@ impl Buffer {
         Ok(leases.into_iter().map(Lease::new).collect())
     }
 
-    #[allow(clippy::needless_pass_by_value)] // extracted from Python
-    fn try_take_tasks(&self, ordinals: Vec<i64>) -> PyResult<Vec<Lease>> {
+    fn try_take_tasks(&self, ordinals: &Bound<'_, PyAny>) -> PyResult<Vec<Lease>> {
+        let ordinals = self.ordinals(ordinals)?;
         let leases = guard(|| self.buffer.try_take_tasks(&ordinals))?.unwrap_or_default();
         Ok(leases.into_iter().map(Lease::new).collect())
     }
@@ -302,8 +302,8 @@ impl Buffer {
         Waiter::new(|call| self.buffer.wait_to_take(count(n)?, call).map_err(to_py))
     }
 
-    #[allow(clippy::needless_pass_by_value)] // extracted from Python
-    fn wait_to_take_tasks(&self, ordinals: Vec<i64>) -> PyResult<Waiter> {
+    fn wait_to_take_tasks(&self, ordinals: &Bound<'_, PyAny>) -> PyResult<Waiter> {
+        let ordinals = self.ordinals(ordinals)?;
         let join = |call| self.buffer.wait_to_take_tasks(&ordinals, call);
         Waiter::new(|call| join(call).map_err(to_py))
     }
@@ -322,6 +322,18 @@ impl Buffer {
 }
 
 impl Buffer {
+    /// Task ordinals, of which there are not too many. Memory for them all is taken at once, so their number is looked at
+    /// before they are: a `range` may have more than fit anywhere, which would abort the process.
+    fn ordinals(&self, given: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
+        let most = self.limits.max_trajectories;
+        match given.len() {
+            Ok(n) if n > most => Err(validation(format!(
+                "ordinals: {n} tasks are not in 1..={most} (max_trajectories)"
+            ))),
+            _ => given.extract(),
+        }
+    }
+
     /// Puts `content` in, of which `size` bytes are to be copied; gives the headers of those dropped for it.
     fn store(
         &self,
