@@ -93,6 +93,16 @@ def test_the_policy_sees_exit_code_and_output_within_limits() -> None:
     assert said(binary).startswith("exit code 0")
 
 
+@pytest.mark.parametrize(
+    "script", ["echo a\0b", "echo \ud800", "echo " + "\u20ac" * 50_000], ids=["NUL", "surrogate", "long"]
+)
+def test_what_cannot_be_passed_to_a_shell_is_told_to_the_policy(script: str) -> None:
+    """It is the policy's doing, and no failure of the sandbox."""
+    wrong, after = play(script, "echo still here")
+    assert said(wrong) == "exit code 2: not a shell script"
+    assert said(after) == "exit code 0\nstill here"
+
+
 def test_a_script_that_takes_too_long_is_killed_and_the_episode_goes_on() -> None:
     slow, after = play("echo a; sleep 600", "echo still here", wall_s=1.0)
     assert said(slow) == "killed after 1 s\na"

@@ -71,6 +71,7 @@ for module, function, arguments in calls:
         found.append(None)
 os.write(out, b"\\n" + json.dumps(found).encode())
 """
+_SCRIPT_BYTES = 100_000
 _FENCED = re.compile(r"\A\s*```[a-z]*\n(.*?)\n?```\s*\Z", re.DOTALL)
 
 
@@ -133,7 +134,7 @@ class Workspace:
         script = fenced.group(1) if fenced else text
         if script.strip() == "done":
             return await self._end(await self._grade(task))
-        if "\0" in script or len(script) > 100_000:
+        if not _passable(script):
             return StepResult((Message("tool", "exit code 2: not a shell script"),), None, False)
         outcome = await self._run(script)
         if await asyncio.to_thread(_larger, folder, self._tree_bytes):
@@ -177,6 +178,13 @@ class Workspace:
             f"killed after {self._sandbox.limits.wall_s:g} s" if outcome.timed_out else f"exit code {outcome.exit_code}"
         )
         return f"{limit}\n{text}" if text else limit
+
+
+def _passable(script: str) -> bool:
+    """Whether it can be an argument of a program: Linux takes 128 KiB, and no NUL."""
+    with suppress(UnicodeEncodeError):
+        return "\0" not in script and len(script.encode()) <= _SCRIPT_BYTES
+    return False
 
 
 def _request(task: Task) -> str:
