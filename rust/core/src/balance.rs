@@ -586,4 +586,26 @@ mod tests {
             }
         }
     }
+
+    /// Segments that fill a row alone among short ones: without a count the search looks at all of these again and again.
+    #[test]
+    fn a_pass_over_an_odd_plan_ends_when_its_looks_are_used_up() {
+        let mut lengths: Vec<i64> = (0..20_000).map(|i| 50 + i * 37 % 1950).collect();
+        lengths[..3].fill(200_000);
+        let layout = Layout {
+            ranks: 4,
+            row_tokens: 200_000,
+            rows_per_micro_batch: 16,
+            linear_cost: 24576.0,
+            quadratic_cost: 1.0,
+            max_imbalance: 1.0,
+        };
+        let costs: Vec<f64> = lengths.iter().map(|&length| layout.cost(length)).collect();
+        let plan = laid_out(&lengths, &costs, &layout).unwrap();
+        let mut grid = Grid::new(&plan, &lengths, &costs, &layout);
+        grid.shorten();
+        grid.descend(least(&costs, layout.ranks));
+        grid.even(least(&costs, layout.ranks));
+        assert_eq!(grid.looks.get(), 0);
+    }
 }
