@@ -109,6 +109,22 @@ def test_a_deadline_names_what_is_missing_and_leaves_the_queue() -> None:
     assert ordinals(buffer.take(1, 0.0)) == [1]
 
 
+@pytest.mark.parametrize("timeout_s", [-1.0, float("nan")])
+def test_coroutines_refuse_the_deadlines_that_threads_refuse(timeout_s: float) -> None:
+    buffer = TrajectoryBuffer(4, 1 << 20)
+    buffer.put(trajectory(1))
+    for call in (
+        lambda: buffer.take(1, timeout_s),
+        lambda: asyncio.run(buffer.take_async(1, timeout_s)),
+        lambda: asyncio.run(buffer.take_tasks_async([1], timeout_s)),
+        lambda: asyncio.run(buffer.put_async(trajectory(2), timeout_s)),
+    ):
+        with pytest.raises(ValidationError, match=r"timeout_s: .* must be at least 0"):
+            call()
+    stats = buffer.stats()
+    assert (stats["trajectories"], stats["waiting_takes"], stats["waiting_puts"]) == (1, 0, 0)
+
+
 def test_it_is_not_overtaken(threads: ThreadPoolExecutor) -> None:
     """Had one of those behind taken task 0, the first would never be served."""
     buffer = _core.Buffer(16, 1000)

@@ -161,8 +161,8 @@ class TrajectoryBuffer:
 
     async def take_tasks_async(self, ordinals: Sequence[int], timeout_s: float | None = None) -> list[Held]:
         """As `take_tasks`, for coroutines; its `DeadlineError` names no task."""
-        waiter = self._core.wait_to_take_tasks(ordinals)
         what = f"the trajectories of {len(ordinals)} tasks"
+        waiter = self._core.wait_to_take_tasks(ordinals)
         return [Held(lease) for lease in await _until(waiter, waiter.take, timeout_s, what)]
 
     def advance(self, version: int, keep_from: int | None = None) -> int:
@@ -229,6 +229,8 @@ async def _until(
     loop = asyncio.get_running_loop()
     told = asyncio.Event()
     try:
+        if timeout_s is not None and not timeout_s >= 0:  # a NaN would come between the timers of the loop
+            raise ValidationError(f"timeout_s: {timeout_s} must be at least 0")
         if (result := attempt()) is not None:
             return result
         loop.add_reader(waiter.fileno(), told.set)
