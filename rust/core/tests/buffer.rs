@@ -1,16 +1,17 @@
 //! The buffer under threads: woken by events alone, never asking its caller with the lock held, nothing lost.
 
+#[path = "common/waits.rs"]
+mod waits;
+
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc;
 use std::time::Duration;
 
 use proptest::prelude::*;
 use sao_core::buffer::{Buffer, Lease, Limits, Policy};
-use sao_core::wait::{Pace, Stop};
+use sao_core::wait::Stop;
 use sao_core::Error;
-
-const HOUR: Duration = Duration::from_secs(3600);
+use waits::{at_once, events_only, within};
 
 fn buffer(max_trajectories: usize, max_bytes: usize, policy: Policy) -> Buffer {
     Buffer::new(Limits {
@@ -19,28 +20,6 @@ fn buffer(max_trajectories: usize, max_bytes: usize, policy: Policy) -> Buffer {
         policy,
     })
     .expect("valid limits")
-}
-
-/// Waits for events only: whoever relies on being woken by time hangs, and the test with it.
-fn events_only() -> impl Pace {
-    || Ok(HOUR)
-}
-
-fn at_once() -> impl Pace {
-    || Err(Stop::Deadline { waited_s: 0.0 })
-}
-
-/// Fails the test instead of hanging it.
-fn within(seconds: u64, run: impl FnOnce() + Send + 'static) {
-    let (done, finished) = mpsc::channel();
-    let thread = std::thread::spawn(move || {
-        run();
-        let _ = done.send(());
-    });
-    match finished.recv_timeout(Duration::from_secs(seconds)) {
-        Ok(()) | Err(mpsc::RecvTimeoutError::Disconnected) => thread.join().expect("no panic"),
-        Err(mpsc::RecvTimeoutError::Timeout) => panic!("hangs: a wake-up was lost"),
-    }
 }
 
 fn taken(buffer: &Buffer) -> Lease {

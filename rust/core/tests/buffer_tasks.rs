@@ -1,5 +1,8 @@
 //! Taking by task under threads: all or none, in the order asked, woken by events alone, in one queue with the others.
 
+#[path = "common/waits.rs"]
+mod waits;
+
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
 use std::sync::{mpsc, Arc, Mutex};
@@ -7,8 +10,9 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use sao_core::buffer::{Buffer, Label, Lease, Limits, Policy, Waiter};
-use sao_core::wait::{Pace, Stop};
+use sao_core::wait::Stop;
 use sao_core::Error;
+use waits::{at_once, events_only, within};
 
 fn buffer(max_trajectories: usize, policy: Policy) -> Buffer {
     Buffer::new(Limits {
@@ -17,28 +21,6 @@ fn buffer(max_trajectories: usize, policy: Policy) -> Buffer {
         policy,
     })
     .expect("valid limits")
-}
-
-/// Waits for events only: whoever relies on being woken by time hangs, and the test with it.
-fn events_only() -> impl Pace {
-    || Ok(Duration::from_secs(3600))
-}
-
-fn at_once() -> impl Pace {
-    || Err(Stop::Deadline { waited_s: 0.0 })
-}
-
-/// Fails the test instead of hanging it.
-fn within(seconds: u64, run: impl FnOnce() + Send + 'static) {
-    let (done, finished) = mpsc::channel();
-    let thread = std::thread::spawn(move || {
-        run();
-        let _ = done.send(());
-    });
-    match finished.recv_timeout(Duration::from_secs(seconds)) {
-        Ok(()) | Err(mpsc::RecvTimeoutError::Disconnected) => thread.join().expect("no panic"),
-        Err(mpsc::RecvTimeoutError::Timeout) => panic!("hangs: a wake-up was lost"),
-    }
 }
 
 fn of(task: i64, min_version: i64) -> Label {
