@@ -26,9 +26,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="leave the largest size out")
     arguments = parser.parse_args()
-    from sao.checkpoints import verify
     from sao.learner.checkpoint import Checkpointer, restore
     from sao.learner.step import Learner
+    from sao.storage.checkpoints import verify
 
     world, rows = world_of_one(), []
     for name, shape in SIZES.items():

@@ -49,13 +49,13 @@ def make_model(folder: Path) -> None:
 def measure(overrides: tuple[str, ...], folder: Path, steps: int) -> dict[str, Any]:
     """Runs one arm in this process."""
     from sao.config import load
+    from sao.engines.base import Request
+    from sao.engines.scripted import Reply, ScriptedEngine
     from sao.envs.recall import Recall, draw
-    from sao.generator.compaction import Compactor
-    from sao.generator.engine import Request
-    from sao.generator.episode import Task, run_episode
-    from sao.generator.render import Renderer
-    from sao.generator.scripted_engine import Reply, ScriptedEngine
     from sao.learner.step import Learner
+    from sao.rollout.chat import Renderer
+    from sao.rollout.compaction import Compactor
+    from sao.rollout.episode import Task, run_episode
     from sao.trajectory import Trajectory
 
     # The same rollouts in every step, with the script's log-probs: no token may be too old or out of the band, or the

@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from sao import bench
-from sao.bench import workloads
-from sao.bench.measure import Row, machine, row, shown_rate, shown_time, times_us
+from sao import measure as bench
+from sao.measure import workloads
+from sao.measure.measure import Row, machine, row, shown_rate, shown_time, times_us
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -63,12 +63,12 @@ async def calls(folder: Path) -> dict[str, Any]:
     import aiohttp
     from tiny_model import make_folder
 
+    from sao.agents.host import AgentHost
     from sao.config import parse
+    from sao.engines.scripted import Reply, ScriptedEngine
     from sao.envs.agent import Access
-    from sao.generator.agent_host import AgentHost
-    from sao.generator.episode import Progress, Task
-    from sao.generator.render import Renderer
-    from sao.generator.scripted_engine import Reply, ScriptedEngine
+    from sao.rollout.chat import Renderer
+    from sao.rollout.episode import Progress, Task
 
     model = make_folder(folder / "tiny")
     env = {"name": "agent", "args": {"command": ["true"]}, "max_turns": 3}

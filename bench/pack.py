@@ -18,7 +18,7 @@ import numpy as np
 from common import agentic_lengths, median, reasoning_lengths, report, seconds
 
 from sao import pack, plan
-from sao.bench.kernels import evenness
+from sao.measure.kernels import evenness
 
 RANKS = 8
 

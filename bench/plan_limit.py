@@ -14,7 +14,7 @@ from common import agentic_lengths, report
 from pack import RANKS, cost
 
 from sao import plan
-from sao.bench.kernels import evenness
+from sao.measure.kernels import evenness
 
 CAPACITY, LIMIT = 200_000, 1.02
 

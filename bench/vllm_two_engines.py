@@ -25,12 +25,12 @@ UPDATES, WORKERS = 10, 8
 
 async def measure(folder: Path) -> dict[str, Any]:
     """Updates of both, then one whose load fails in the second engine, then updates of the first alone."""
-    from generator.live_updates import Live
+    from engines.live_updates import Live
     from tiny_model import make_folder, make_model
 
+    from sao.engines.group import EngineGroup
+    from sao.engines.vllm_engine import VllmEngine
     from sao.errors import Error
-    from sao.generator.engine_group import EngineGroup
-    from sao.generator.vllm_engine import VllmEngine
 
     (folder / "published").mkdir()
     model, arguments = make_folder(folder / "model", 0, **SHAPE), {"kv_cache_memory_bytes": 64 << 20}

@@ -61,10 +61,10 @@ def slope(values: list[int]) -> dict[str, Any]:
 
 async def measure(folder: Path, updates: int) -> dict[str, Any]:
     """Steady load, then updates under load, then the check of every token."""
-    from generator.live_updates import TOLERANCE, Live
+    from engines.live_updates import TOLERANCE, Live
     from tiny_model import make_folder, make_model
 
-    from sao.generator.vllm_engine import VllmEngine
+    from sao.engines.vllm_engine import VllmEngine
 
     (folder / "published").mkdir()
     model = make_folder(folder / "model", 0, **SHAPE)

@@ -24,7 +24,7 @@ or a combination that makes no sense ends `sao train` with exit code 2 and a lis
 On the command line `section.key=value` overrides the file; values are written as in TOML, bare words are strings.
 `sao train RUN.toml --dry-run` prints the resolved configuration; a run keeps it in its folder as `config.json`.
 
-This page is written by `scripts/config_reference.py` from `python/sao/config_sections.py`.
+This page is written by `scripts/config_reference.py` from `python/sao/config/sections.py`.
 """
 
 

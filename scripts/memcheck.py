@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from sao import StreamPacker, TrajectoryBuffer, _core, advantages, decode, encode_frames, gather_rows, pack, plan
-from sao.bench.workloads import agentic_lengths, trajectory
 from sao.errors import Error
+from sao.measure.workloads import agentic_lengths, trajectory
 from sao.transport.shared import SharedReceiver, SharedSender
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -14,39 +15,24 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "python" / "sao"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-# Layers from top to bottom. A module may import from its own part and from lower layers only; the parts of one layer
-# do not know each other, except where `PEERS` says so.
-CONFIG = ("config", "config_sections", "config_estimators", "config_faults")
+# Layers from top to bottom. A module imports from its own folder and from lower layers only; the folders of one layer
+# do not know each other.
 LAYERS = [
     {"__main__"},
     {"cli"},
-    {"runtime", "bench"},
+    {"runtime", "measure"},
     {"generator", "broker", "learner"},
+    {"agents"},
+    {"rollout"},
+    {"engines"},
     {"transport", "envs", "algorithms", "telemetry"},
-    {
-        "trajectory",
-        "buffer",
-        "checkpoints",
-        "config",
-        "config_sections",
-        "config_estimators",
-        "config_faults",
-        "faults",
-        "ownership",
-        "errors",
-    },
+    {"embed", "config", "storage"},
+    {"trajectory"},
+    {"errors"},
     {"_core"},
 ]
-PEERS = {("buffer", "trajectory"), ("buffer", "errors"), ("trajectory", "errors"), ("config", "errors")}
-PEERS |= {("checkpoints", "errors"), ("checkpoints", "faults"), ("faults", "errors")}
-PEERS |= {
-    ("config", "config_faults"),
-    ("config", "config_estimators"),
-    ("config", "config_sections"),
-    ("config_estimators", "config"),
-}
-MAY_IMPORT_TORCH = ("generator/", "learner/", "algorithms/", "transport/weights.py", "runtime/evaluate.py")
-MAY_IMPORT_TORCH += ("bench/weights.py",)
+MAY_IMPORT_TORCH = ("engines/", "rollout/", "generator/", "learner/", "algorithms/")
+MAY_IMPORT_TORCH += ("transport/weights.py", "runtime/evaluate.py", "measure/weights.py")
 FORBIDDEN_NAMES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 
 
@@ -90,8 +76,27 @@ def test_imports_go_one_way(path):
     for line, module in imports(path):
         if not module.startswith("sao.") or module == "sao.__version__" or part(module) == part(mine):
             continue
-        lower = level(part(module)) > level(part(mine))
-        assert lower or (part(mine), part(module)) in PEERS, f"{path}:{line}: {mine} must not import {module}"
+        assert level(part(module)) > level(part(mine)), f"{path}:{line}: {mine} must not import {module}"
+
+
+@pytest.mark.xfail(reason="the modules of the broker")
+def test_no_modules_import_each_other_in_a_circle():
+    """Imports inside functions, under `TYPE_CHECKING` and within a folder count."""
+    graph = {module_of(path): set[str]() for path in SOURCES}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                members = [f"{node.module}.{alias.name}" for alias in node.names]
+                names = [member if member in graph else node.module for member in members]
+            else:
+                continue
+            graph[module_of(path)] |= {name for name in names if name in graph and name != "sao"}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -134,10 +139,10 @@ LIGHT = [
     "import sao.config",
     "import sao.runtime.train",
     "import sao.runtime.supervisor, sao.runtime.doctor, sao.runtime.preflight",
-    "import sao.broker.actor",
+    "import sao.broker.broker",
     "import sao.telemetry.monitor, sao.telemetry.plot",
     "import sao.transport.client, sao.transport.actor",
-    "import sao.trajectory, sao.buffer, sao.checkpoints",
+    "import sao.trajectory, sao.embed.buffer, sao.storage.checkpoints",
     "import sao.envs.registry",
     "from sao import TrajectoryBuffer, pack, plan, advantages, VersionClock",
 ]
@@ -203,9 +208,7 @@ def test_every_public_thing_has_a_docstring():
 def test_every_key_of_the_configuration_is_read_somewhere():
     from sao.config import Config
 
-    text = "\n".join(
-        path.read_text() for path in SOURCES if path.name not in ("config.py", "config_sections.py", "config_faults.py")
-    )
+    text = "\n".join(path.read_text() for path in SOURCES if path.parent.name != "config" or path.stem == "run")
     unread = [
         f"{section}.{key}"
         for section, field in Config.model_fields.items()
@@ -213,4 +216,4 @@ def test_every_key_of_the_configuration_is_read_somewhere():
         if not re.search(rf"\.{key}\b", text)
     ]
     only_off_is_legal = {"sampling.top_p", "sampling.top_k", "sampling.repetition_penalty"}
-    assert set(unread) - only_off_is_legal == {"run.dir"}, "run.dir is read by Config.folder"
+    assert set(unread) <= only_off_is_legal

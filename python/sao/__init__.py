@@ -28,7 +28,7 @@ _EXPORTS = {
     "pack": "sao._core",
     "plan": "sao._core",
     "token_lags": "sao._core",
-    "TrajectoryBuffer": "sao.buffer",
+    "TrajectoryBuffer": "sao.embed.buffer",
     "advantages": "sao.algorithms.advantage",
     "dis_loss": "sao.algorithms.dis",
     "dis_weights": "sao.algorithms.dis",

@@ -160,7 +160,7 @@ def bench(
 ) -> None:
     """Measure the parts on this machine: latency percentiles and throughput, at three sizes each."""
     with _faults():
-        from sao.bench import report
+        from sao.measure import report
 
         report.show(topics or [], quick=quick, json_file=json_file)
 

@@ -9,7 +9,7 @@ import pytest
 from tests.broker.broker_world import config, trajectory
 
 from sao._core import Ledger, ledger_history
-from sao.broker.actor import Broker
+from sao.broker.broker import Broker
 from sao.broker.ledger_file import LedgerFile
 from sao.errors import LedgerError
 from sao.trajectory import encode_frames

@@ -1,8 +1,8 @@
 """Runs that are killed again and again and resumed each time, and what must be true at their end.
 
-A kill is SIGKILL to one process: at a named point (`sao.faults.POINTS`), or to a random process at a random time. All
-is drawn from a seed. Whatever was killed, at the end every task of the undisturbed run was trained exactly once, the
-ledger and the learner say so step by step, and the books close.
+A kill is SIGKILL to one process: at a named point (`sao.storage.failpoints.POINTS`), or to a random process at a random
+time. All is drawn from a seed. Whatever was killed, at the end every task of the undisturbed run was trained exactly
+once, the ledger and the learner say so step by step, and the books close.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pathlib import Path
 import psutil
 
 from sao._core import Ledger, ledger_history
-from sao.checkpoints import Ordinals, newest, steps
-from sao.faults import KILL, POINTS
+from sao.storage.checkpoints import Ordinals, newest, steps
+from sao.storage.failpoints import KILL, POINTS
 from sao.telemetry import sinks
 
 LIFE_LIMIT_S = 240.0  # of one start, on a machine that does other things too

@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sao.checkpoints import STATE, Draft, Ordinals, read
 from sao.config import Config, load_resolved
 from sao.errors import Error
-from sao.faults import point
+from sao.storage.checkpoints import STATE, Draft, Ordinals, read
+from sao.storage.failpoints import failpoint
 from sao.trajectory import decode
 from sao.transport.client import Client
 
@@ -44,22 +44,22 @@ class Plain:
             return None
         path = folder / f"weights-{self.version}"
         unfinished = path.with_suffix(".part")
-        point("publish.begin")
+        failpoint("publish.begin")
         unfinished.write_text(self.fingerprint)
-        point("publish.rename")
+        failpoint("publish.rename")
         unfinished.replace(path)
         return {"version": self.version, "path": str(path), "fingerprint": self.fingerprint}
 
     def save(self, config: Config, folder: Path, lease: int) -> None:
         """A checkpoint with everything."""
-        point("save.begin")
-        point("save.staged")
+        failpoint("save.begin")
+        failpoint("save.staged")
         draft = Draft(folder, self.steps)
         (draft.folder / STATE).mkdir()
         (draft.folder / STATE / "seen.json").write_text(json.dumps(self.seen))
-        point("save.state")
+        failpoint("save.state")
         (draft.folder / "config.json").write_text("{}")
-        point("save.model")
+        failpoint("save.model")
         trained = Ordinals()
         trained.add(ordinal for step in self.seen for ordinal, _ in step)
         ledger = {"lease": lease, "tasks": self.seen[-1], "trained": trained.runs}
@@ -75,13 +75,13 @@ class Plain:
 
 
 def train(config: Config, run_folder: Path, weights: Path, client: Client, learner: Plain) -> None:
-    """As `sao.learner.actor.train`."""
+    """As `sao.learner.loop.train`."""
     every, saved, lease = config.learner.save_every_steps, learner.steps, 0
     while learner.steps < config.run.steps:
         message = client.call("take", {"n": config.learner.batch_trajectories}).result()
         if message.kind == "stop":
             break
-        point("learner.taken")
+        failpoint("learner.taken")
         body, frames = message.body, message.frames
         rollouts = [decode(*pair) for pair in zip(frames[::2], frames[1::2], strict=True)]
         tasks = [list(task) for task in zip(body["ordinals"], body["attempts"], strict=True)]
@@ -99,12 +99,12 @@ def train(config: Config, run_folder: Path, weights: Path, client: Client, learn
             reference = None
         lease = body["lease"]
         tokens = sum(rollout.n_actions for rollout in rollouts)
-        point("learner.commit")
+        failpoint("learner.commit")
         commit = {"lease": lease, "step": learner.steps, "version": learner.version, "weights": reference}
         commit |= {"trained_tokens": tokens, "masked_tokens": 0, "metrics": metrics}
         client.call("commit", commit, deadline_s=90)
         client.flush(90)
-        point("learner.committed")
+        failpoint("learner.committed")
         if every and learner.steps % every == 0:
             learner.save(config, run_folder / "checkpoints", lease)
             saved = learner.steps
@@ -123,7 +123,7 @@ def main() -> int:
     if arguments.checkpoint:
         learner.restore(arguments.checkpoint)
         reference = learner.publish(arguments.weights_folder)
-        point("learner.restored")
+        failpoint("learner.restored")
     transport = config.transport
     times = {"heartbeat_s": transport.heartbeat_s, "peer_timeout_s": transport.peer_timeout_s}
     times |= {"outage_s": transport.outage_s}

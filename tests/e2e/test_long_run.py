@@ -13,8 +13,8 @@ from tests.e2e.kills import PROGRAMS, RUN, Story, Wish, python_path
 from tests.e2e.test_resume import sao
 
 from sao._core import Ledger, ledger_history
-from sao.checkpoints import newest
 from sao.errors import LedgerError
+from sao.storage.checkpoints import newest
 from sao.telemetry import sinks
 
 pytestmark = pytest.mark.timeout(300)

@@ -14,7 +14,7 @@ from tests.e2e.chaos import Chaos
 from tests.e2e.kills import RUN, Story
 from tests.e2e.runs import LIMIT_S
 
-from sao.checkpoints import newest
+from sao.storage.checkpoints import newest
 from sao.telemetry import sinks
 
 pytestmark = pytest.mark.timeout(300)

@@ -50,7 +50,7 @@ def question(environment: Environment, seed: int, split: str) -> tuple[Message, 
 
 
 def test_every_registered_environment_has_a_case() -> None:
-    # An agent asks for its turns itself; tests/generator/test_agents.py plays it.
+    # An agent asks for its turns itself; tests/agents/test_agents.py plays it.
     assert {name for name, _ in CASES.values()} == set(registry.names()) - {"agent"}
 
 

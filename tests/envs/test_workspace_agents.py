@@ -12,15 +12,15 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from sao.config import Config, parse
+from sao.engines.base import Engine, Request
+from sao.engines.scripted import Reply, ScriptedEngine
+from sao.engines.torch_engine import TorchEngine
 from sao.envs import sandbox
 from sao.envs.workspace import Workspace
 from sao.envs.workspace_tasks import Task, draw
-from sao.generator import episode
-from sao.generator.compaction import Compactor
-from sao.generator.engine import Engine, Request
-from sao.generator.render import Renderer
-from sao.generator.scripted_engine import Reply, ScriptedEngine
-from sao.generator.torch_engine import TorchEngine
+from sao.rollout import episode
+from sao.rollout.chat import Renderer
+from sao.rollout.compaction import Compactor
 from sao.trajectory import Trajectory
 
 pytestmark = pytest.mark.skipif(

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from sao.config import Config, load
+from sao.engines.base import Request
+from sao.engines.scripted import Reply, ScriptedEngine
 from sao.envs.protocol import Message
 from sao.envs.recall import VALUES, WORDS, Recall, draw
-from sao.generator.compaction import Compactor
-from sao.generator.engine import Request
-from sao.generator.episode import Task, run_episode
-from sao.generator.render import Renderer
-from sao.generator.scripted_engine import Reply, ScriptedEngine
+from sao.rollout.chat import Renderer
+from sao.rollout.compaction import Compactor
+from sao.rollout.episode import Task, run_episode
 from sao.trajectory import Trajectory
 
 ROOT = Path(__file__).parents[2]

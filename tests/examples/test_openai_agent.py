@@ -16,13 +16,13 @@ from tiny_model import CHATML
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from sao.agents.host import AgentHost
 from sao.config import load, parse
+from sao.engines.base import Request
+from sao.engines.scripted import Reply, ScriptedEngine
 from sao.envs import registry
-from sao.generator.agent_host import AgentHost
-from sao.generator.engine import Request
-from sao.generator.episode import Progress, Task
-from sao.generator.render import Renderer
-from sao.generator.scripted_engine import Reply, ScriptedEngine
+from sao.rollout.chat import Renderer
+from sao.rollout.episode import Progress, Task
 from sao.trajectory import Trajectory
 
 ROOT = Path(__file__).parents[2]

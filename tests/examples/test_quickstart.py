@@ -15,7 +15,7 @@ from sao.config import load
 from sao.envs import registry
 from sao.envs.lookup import WORDS, draw
 from sao.envs.protocol import Message
-from sao.generator.render import Renderer
+from sao.rollout.chat import Renderer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

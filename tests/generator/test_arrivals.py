@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from generator import test_actor
-from generator.test_actor import Broker, broker, configured, engine_that  # noqa: F401 - a fixture
+from generator import test_worker
+from generator.test_worker import Broker, broker, configured, engine_that  # noqa: F401 - a fixture
 
-from sao.generator.actor import Generator
 from sao.generator.arrivals import Arrivals
+from sao.generator.worker import Generator
 from sao.transport.reference import WeightsRef
 from sao.transport.weight_bus import WeightsServer
 from sao.transport.weights import publish
@@ -47,8 +47,8 @@ def test_the_engine_serves_what_it_has_while_the_learner_cannot_be_reached(
     def with_arrivals(*arguments: Any) -> Generator:
         return Generator(*arguments, arrivals)
 
-    monkeypatch.setattr(test_actor, "Generator", with_arrivals)
-    with test_actor.running(broker, config, engine) as generator:
+    monkeypatch.setattr(test_worker, "Generator", with_arrivals)
+    with test_worker.running(broker, config, engine) as generator:
         first = served(server, tmp_path / "published", 1)
         broker.push("version", **first.to_message())
         broker.wait(lambda: broker.all("loaded")[-1] == {"version": 1, "fingerprint": first.fingerprint})

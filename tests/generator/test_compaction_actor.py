@@ -7,16 +7,16 @@ import threading
 from pathlib import Path
 
 import pytest
-from generator.compacting import Talk, configured
-from generator.test_actor import FAST, Broker, broker, running
+from generator.test_worker import FAST, Broker, broker, running
+from rollout.compacting import Talk, configured
 from tiny_model import make_folder
 
 from sao.config import Config, parse
+from sao.engines.base import Request
+from sao.engines.scripted import Reply, ScriptedEngine
+from sao.engines.torch_engine import TorchEngine
 from sao.errors import ConfigError, EngineError
-from sao.generator import actor
-from sao.generator.engine import Request
-from sao.generator.scripted_engine import Reply, ScriptedEngine
-from sao.generator.torch_engine import TorchEngine
+from sao.generator import worker as actor
 from sao.runtime.evaluate import evaluate
 
 __all__ = ["broker"]

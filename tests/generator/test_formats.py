@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from generator.test_actor import broker, configured, engine_that, running
+from generator.test_worker import broker, configured, engine_that, running
 
 from sao import _core
-from sao.generator import actor
+from sao.generator import worker as actor
 
 __all__ = ["broker"]  # a fixture
 EXPERTS = np.arange(24, dtype=np.uint8).reshape(3, 8)

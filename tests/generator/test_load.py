@@ -6,11 +6,11 @@ import random
 from pathlib import Path
 
 import pytest
-from generator.test_actor import Broker, broker, configured, running
+from generator.test_worker import Broker, broker, configured, running
 
-from sao.generator.engine import EngineStats
+from sao.engines.base import EngineStats
+from sao.engines.scripted import ScriptedEngine
 from sao.generator.load import COOL_DOWN, LoadControl
-from sao.generator.scripted_engine import ScriptedEngine
 
 __all__ = ["broker"]
 

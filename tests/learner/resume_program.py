@@ -9,10 +9,10 @@ import torch
 from learner.rollouts import make_config, random_batch
 from torch.distributed.tensor import DTensor
 
-from sao.checkpoints import newest
 from sao.learner.checkpoint import Checkpointer, restore, state_tensors
 from sao.learner.step import Learner
 from sao.learner.world import World
+from sao.storage.checkpoints import newest
 
 
 def main() -> None:

@@ -16,12 +16,12 @@ import torch.distributed.checkpoint as dcp
 from learner.rollouts import make_config, random_batch
 from safetensors.torch import load_file, save_file
 
-from sao import faults
-from sao.checkpoints import newest, read
 from sao.errors import CheckpointError
 from sao.learner.checkpoint import Checkpointer, republish, restore, state_tensors
 from sao.learner.export import full_tensors
 from sao.learner.step import Learner
+from sao.storage import failpoints as faults
+from sao.storage.checkpoints import newest, read
 from sao.transport.weights import fingerprint, load
 
 SETTINGS = {"model__dtype": "float32", "learner__lr_decay": "linear", "learner__lr_warmup_steps": 3}

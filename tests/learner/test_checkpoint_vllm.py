@@ -6,21 +6,21 @@ import asyncio
 
 import numpy as np
 import pytest
-from generator.full_forward import largest_difference
+from engines.full_forward import largest_difference
 from learner.rollouts import make_config, random_batch
 from tiny_model import make_folder
 
-from sao.checkpoints import newest
-from sao.generator.engine import Request
+from sao.engines.base import Request
 from sao.learner.checkpoint import Checkpointer
 from sao.learner.step import Learner
+from sao.storage.checkpoints import newest
 
 pytest.importorskip("vllm", reason="needs the extra `vllm`")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(170)]
 
 
 def test_vllm_serves_a_checkpoint(tmp_path):
-    from sao.generator.vllm_engine import VllmEngine
+    from sao.engines.vllm_engine import VllmEngine
 
     (tmp_path / "model").mkdir()
     make_folder(tmp_path / "model", head_dim=32)  # vLLM's attention on a CPU has no smaller heads

@@ -6,10 +6,10 @@ import torch
 from learner.oracle import Oracle
 from learner.rollouts import make_config, make_segment, make_trajectory, random_batch
 
-from sao.checkpoints import read
 from sao.errors import ConfigError, ValidationError
 from sao.learner.checkpoint import Checkpointer, restore
 from sao.learner.step import Learner
+from sao.storage.checkpoints import read
 
 BARE = {"learner__critic_lr": 5e-6}  # the default: any other is refused without a critic
 GRPO = BARE | {"algorithm__estimator": "grpo", "algorithm__group_size": 2}

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 from learner.rollouts import make_config, make_segment, make_trajectory, random_batch
-from learner.test_actor import Broker
+from learner.test_loop import Broker
 
 from sao.algorithms.value import value_moments
 from sao.config import parse
-from sao.config_sections import ValuePretrainingSection
+from sao.config.sections import ValuePretrainingSection
 from sao.errors import ConfigError, LearnerError
 from sao.learner.pretrain import Progress, pretrain
 from sao.learner.step import Learner

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from generator.compacting import configured
+from rollout.compacting import configured
 from runtime.test_preflight import faults
 
 from sao.config import Config, parse

@@ -8,8 +8,8 @@ from pathlib import Path
 from tests.e2e.runs import write
 
 from sao.config import load
-from sao.generator.engine import Completion, Request
-from sao.generator.torch_engine import TorchEngine
+from sao.engines.base import Completion, Request
+from sao.engines.torch_engine import TorchEngine
 from sao.runtime.evaluate import evaluate
 
 

@@ -13,14 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 from sao import config as configuration
-from sao import ownership
-from sao.checkpoints import STATE, Draft, Ordinals, newest
 from sao.cli import app
 from sao.config import Config
 from sao.errors import CheckpointError, ConfigError, LearnerError, LedgerError
 from sao.runtime import folders, launch, preflight, resume, train
 from sao.runtime import replay as replaying
 from sao.runtime.supervisor import Supervisor
+from sao.storage import ownership
+from sao.storage.checkpoints import STATE, Draft, Ordinals, newest
 from sao.telemetry.recording import write_step
 from sao.telemetry.sinks import JsonLines, read, record, surviving
 

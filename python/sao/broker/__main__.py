@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from sao.broker.actor import Broker
+from sao.broker.broker import Broker
 from sao.config import load_resolved
 from sao.errors import ConfigError, Error
 

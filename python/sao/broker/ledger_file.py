@@ -10,8 +10,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from sao import checkpoints
 from sao.errors import LedgerError
+from sao.storage import checkpoints
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ import msgpack
 
 from sao.broker.wal import Kind, Log, Record
 from sao.config import Config
-from sao.faults import point
+from sao.storage.failpoints import failpoint
 from sao.transport.messages import Buffer
 
 ANSWERED: Final = 1 << 14  # attempts that are remembered to have ended; more than all generators have slots
@@ -152,13 +152,13 @@ class Memory:
     def _bring_down(self) -> None:
         settling, self._settling = self._settling, False
         if settling:
-            point("ledger.append")
+            failpoint("ledger.append")
         if settling or self._wait:
             self._ledger.sync()
         else:
             self._ledger.flush()
         if settling:
-            point("ledger.synced")
+            failpoint("ledger.synced")
 
     def close(self, *, remove: bool = False) -> None:
         """Closes the log; `remove`: nobody needs it any more."""

@@ -16,10 +16,10 @@ from sao.broker.evals import EvalRounds
 from sao.broker.groups import INCOMPLETE, Groups
 from sao.broker.memory import Memory
 from sao.broker.metrics import GapAlarm, StepMeter
+from sao.broker.outbox import Wire
 from sao.broker.store import Store
 from sao.broker.tasks import Generator, OpenLease, Pool, Take, Task, TaskBook, reason_code
 from sao.broker.versions import Versions
-from sao.broker.wire import Wire
 from sao.config import Config
 from sao.errors import LedgerError, TransportError, ValidationError, WireError
 from sao.transport.messages import Buffer

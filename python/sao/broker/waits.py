@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from sao.broker.tasks import Task
-from sao.config_sections import TransportSection
+from sao.config.sections import TransportSection
 
 if TYPE_CHECKING:
     from sao.broker.state import State

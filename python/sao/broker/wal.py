@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Final
 
 from sao.errors import LedgerError
-from sao.faults import point
+from sao.storage.failpoints import failpoint
 from sao.transport.messages import Buffer
 
 SEGMENT_BYTES: Final = 16 << 20
@@ -163,7 +163,7 @@ class Log:
             raise self._failure
         if not self._pending:
             return
-        point("log.append")
+        failpoint("log.append")
         pending, self._pending, self._pending_bytes = self._pending, [], 0
         try:
             for start in range(0, len(pending), 512):
@@ -177,7 +177,7 @@ class Log:
             raise self._failure from error
         self.flushes += 1
         self.written_bytes += sum(memoryview(part).nbytes for part in pending)
-        point("log.written")
+        failpoint("log.written")
 
     def roll(self) -> None:
         """Begins a new segment; for the start of a turn, when nothing is pending."""

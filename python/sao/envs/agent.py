@@ -1,6 +1,6 @@
 """`agent`: episodes that a program written by others plays, by calling an OpenAI-compatible endpoint.
 
-The endpoint belongs to the generator (`sao.generator.agent_server`); here is what the program is and how it is started.
+The endpoint belongs to the generator (`sao.agents.server`); here is what the program is and how it is started.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from sao.config import load_resolved
 from sao.errors import ConfigError, Error
-from sao.generator.actor import make_generator
 from sao.generator.blocking import DaemonExecutor
+from sao.generator.worker import make_generator
 
 DONE, FAILED, BAD_CONFIG = 0, 1, 2
 SWITCH_S = 0.0005  # the engine's thread gives up the lock at every tensor operation and would wait 5 ms to get it back

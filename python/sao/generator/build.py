@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from sao.config import Config
+from sao.engines.base import Engine
+from sao.engines.group import EngineGroup
+from sao.engines.seeds import derive_seed
 from sao.errors import ConfigError
-from sao.generator.engine import Engine
-from sao.generator.engine_group import EngineGroup
-from sao.generator.render import Renderer
-from sao.generator.seeds import derive_seed
+from sao.rollout.chat import Renderer
 
 
 def make_renderer(config: Config) -> Renderer:
     """The renderer of the model folder; for the scripted engine one that needs no tokenizer. Raises `ConfigError`."""
     if config.generator.engine != "scripted":
         return Renderer(config.model.path)
-    from sao.generator.scripted_engine import ScriptedRenderer
+    from sao.rollout.scripted_chat import ScriptedRenderer
 
     return ScriptedRenderer(config.model.path)
 
@@ -30,7 +30,7 @@ def make_engine(config: Config, renderer: Renderer, seed: int) -> Engine:
 def _make_one(config: Config, renderer: Renderer, seed: int, index: int | None = None) -> Engine:
     generator, sampling = config.generator, config.sampling
     if generator.engine == "torch":
-        from sao.generator.torch_engine import TorchEngine
+        from sao.engines.torch_engine import TorchEngine
 
         return TorchEngine(
             config.model.path,
@@ -40,7 +40,7 @@ def _make_one(config: Config, renderer: Renderer, seed: int, index: int | None =
             threads=generator.threads,
         )
     if generator.engine == "vllm":
-        from sao.generator.vllm_engine import VllmEngine
+        from sao.engines.vllm_engine import VllmEngine
 
         return VllmEngine(
             config.model.path,
@@ -51,7 +51,7 @@ def _make_one(config: Config, renderer: Renderer, seed: int, index: int | None =
             vllm_args=generator.vllm_args,
             index=index,
         )
-    from sao.generator.scripted_engine import ScriptedEngine
+    from sao.engines.scripted import ScriptedEngine
 
     return ScriptedEngine(vocab_size=renderer.vocab_size, seed=seed, record=False)
 

@@ -9,7 +9,7 @@ nothing changes. An engine that says nothing of a KV cache is never held back.
 
 from __future__ import annotations
 
-from sao.generator.engine import EngineStats
+from sao.engines.base import EngineStats
 
 FULL, ROOM = 0.95, 0.85  # shares of the KV cache
 QUEUE = 0.5  # requests waiting for each that runs, from which on more episodes only wait

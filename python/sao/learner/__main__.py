@@ -9,10 +9,11 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from sao import _core, checkpoints
+from sao import _core
 from sao.config import Config, load_resolved
 from sao.errors import ConfigError, Error
-from sao.faults import point
+from sao.storage import checkpoints
+from sao.storage.failpoints import failpoint
 from sao.transport.client import Client
 from sao.transport.keys import LEARNER, client_keys, server_keys
 from sao.transport.weight_bus import WeightsServer
@@ -42,8 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = load_resolved(arguments.config or arguments.run_folder / "config.json")
         # Imported late: a wrong config.json is named before torch is loaded.
-        from sao.learner.actor import train
         from sao.learner.checkpoint import republish, restore
+        from sao.learner.loop import train
         from sao.learner.pretrain import pretrain
         from sao.learner.step import Learner
         from sao.learner.world import World
@@ -70,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
             restore(learner, checkpoint)
             weights = republish(learner, checkpoint)
             trained = checkpoints.Ordinals(checkpoint.manifest["ledger"]["trained"])
-            point("learner.restored")
+            failpoint("learner.restored")
             log.info("continues from %s: step %d, version %d", checkpoint.path, learner.steps, learner.version)
         if client is not None:
             reference = weights.to_message() if weights else None

@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from sao import __version__
-from sao.checkpoints import STATE, Checkpoint, Draft, Ordinals
 from sao.errors import CheckpointError
-from sao.faults import point
 from sao.learner.export import full_tensors, write_model
 from sao.learner.step import Learner
+from sao.storage.checkpoints import STATE, Checkpoint, Draft, Ordinals
+from sao.storage.failpoints import failpoint
 from sao.transport.weights import WeightsRef, fingerprint, publish
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Checkpointer:
 
         Waits for the save before, if it still goes on, and returns what `finish` says of it.
         """
-        point("save.begin")
+        failpoint("save.begin")
         before = self.finish()
         learner, world = self.learner, self.world
         self._step = learner.steps
@@ -75,7 +75,7 @@ class Checkpointer:
         draft = None
         if world.rank == 0:
             try:
-                point("save.staged")
+                failpoint("save.staged")
                 draft = Draft(self.folder, learner.steps)
             except OSError as error:
                 self._fault = f"step {learner.steps}: {error}"
@@ -139,14 +139,14 @@ class Checkpointer:
             writer = dcp.HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
             alone = self.world.mesh is None
             dcp.save(staged, storage_writer=writer, process_group=self._group, no_dist=alone)
-            point("save.state")
+            failpoint("save.state")
             if draft is None:
                 self._fault = None
                 return
             policy = model["policy"]
             critic = model.get("critic")
             write_model(self.learner.policy, policy, critic, config.model.path, draft.folder, config.model.dtype)
-            point("save.model")
+            failpoint("save.model")
             facts = {**facts, "fingerprint": fingerprint(policy)}
             path = draft.commit(facts, config.learner.checkpoints_kept)
             self._fault = None

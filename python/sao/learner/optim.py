@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sao.config_sections import LearnerSection
+from sao.config.sections import LearnerSection
 from sao.learner.metrics import Clock
 from sao.learner.world import World
 

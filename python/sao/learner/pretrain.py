@@ -18,10 +18,10 @@ from torch import Tensor
 
 from sao.algorithms.value import explained_variance
 from sao.config import Config
-from sao.config_sections import ValuePretrainingSection
+from sao.config.sections import ValuePretrainingSection
 from sao.errors import LearnerError
-from sao.learner.actor import Connection, commit, decode_all, take
 from sao.learner.export import write_critic
+from sao.learner.loop import Connection, commit, decode_all, take
 from sao.learner.step import Learner
 from sao.learner.world import World
 

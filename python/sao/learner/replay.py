@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from sao import checkpoints
 from sao.config import parse
 from sao.errors import Error
 from sao.learner.checkpoint import restore
 from sao.learner.export import full_tensors
 from sao.learner.step import Learner, StepResult
 from sao.learner.world import World
+from sao.storage import checkpoints
 from sao.telemetry.recording import RecordedStep, read_step
 from sao.transport.weights import fingerprint
 

@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from sao.algorithms.whiten import whiten
 from sao.config import Config
 from sao.errors import LearnerError
-from sao.faults import point
 from sao.learner.attention import choose
 from sao.learner.baseline import Baseline
 from sao.learner.batch import flatten, micro_batches, plan_rows
@@ -41,6 +40,7 @@ from sao.learner.policy_update import PolicyUpdate
 from sao.learner.record import Record
 from sao.learner.work import Work
 from sao.learner.world import World
+from sao.storage.failpoints import failpoint
 from sao.transport.weights import WeightsRef, publish
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class Learner:
         if self.weights_folder is None:
             return None
         tensors = full_tensors(self.policy.lm, self.config.model.dtype, self.world)
-        point("publish.begin")
+        failpoint("publish.begin")
         return None if tensors is None else self.announce(publish(tensors, self.weights_folder, self.version))
 
     def _end(self, work: Work, kept: int, weights: WeightsRef | None, skipped: str | None) -> StepResult:

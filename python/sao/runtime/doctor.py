@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sao import ownership
 from sao.envs import registry, sandbox
 from sao.errors import Error
 from sao.runtime import folders, hosts, launch
+from sao.storage import ownership
 from sao.transport.actor import Actor
 from sao.transport.client import Client
 from sao.transport.sockets import private_folder

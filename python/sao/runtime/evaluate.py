@@ -9,14 +9,14 @@ from typing import Any
 
 from sao.broker.tasks import task_seed
 from sao.config import Config
+from sao.engines.base import Engine
+from sao.engines.sampling import derive_seed
 from sao.envs import registry
 from sao.errors import EnvironmentFailure
 from sao.generator.build import make_engine, make_summariser
-from sao.generator.compaction import Compactor
-from sao.generator.engine import Engine
-from sao.generator.episode import Progress, Task, run_episode
-from sao.generator.render import Renderer
-from sao.generator.sampling import derive_seed
+from sao.rollout.chat import Renderer
+from sao.rollout.compaction import Compactor
+from sao.rollout.episode import Progress, Task, run_episode
 from sao.runtime import preflight
 from sao.telemetry.metrics import wilson
 
@@ -97,7 +97,7 @@ async def _play_all(
         for each in engines:
             await each.start(None)
         if hasattr(first, "play"):
-            from sao.generator.agent_host import AgentHost  # only for agents: it serves HTTP
+            from sao.agents.host import AgentHost  # only for agents: it serves HTTP
 
             agents = AgentHost(config, engine, renderer, "eval")
             await agents.start(first)

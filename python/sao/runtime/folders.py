@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sao.errors import ConfigError
-from sao.ownership import PREFIX, own, owner
+from sao.storage.ownership import PREFIX, own, owner
 from sao.transport.sockets import private_folder
 
 SHARED_MEMORY = Path("/dev/shm")

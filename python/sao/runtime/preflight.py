@@ -11,7 +11,7 @@ from typing import Any
 from sao.config import Config
 from sao.envs import registry
 from sao.errors import ConfigError, EnvironmentFailure
-from sao.generator.compaction import templates
+from sao.rollout.compaction import templates
 from sao.runtime import folders, launch
 from sao.runtime import resume as resuming
 from sao.telemetry import prometheus

@@ -10,12 +10,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from sao import checkpoints, ownership
 from sao._core import ledger_history
-from sao.checkpoints import Checkpoint
 from sao.config import Config, parse
 from sao.errors import ConfigError, LearnerError
 from sao.runtime import launch
+from sao.storage import checkpoints, ownership
+from sao.storage.checkpoints import Checkpoint
 from sao.telemetry.recording import read_step, recorded_steps, step_path
 
 LIMIT_S = 3600.0

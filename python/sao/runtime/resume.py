@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sao import checkpoints, ownership
 from sao._core import ledger_history
-from sao.checkpoints import Checkpoint, Ordinals
 from sao.config import Config
 from sao.errors import CheckpointError, ConfigError, LedgerError
+from sao.storage import checkpoints, ownership
+from sao.storage.checkpoints import Checkpoint, Ordinals
 from sao.telemetry import sinks
 
 STARTS = "starts"  # how often the run was resumed; generators derive their random numbers from it

@@ -23,10 +23,10 @@ import psutil
 
 from sao.config import Config
 from sao.errors import Error
-from sao.faults import point
 from sao.runtime import launch, processes
 from sao.runtime import resume as resuming
 from sao.runtime.processes import Child, Command
+from sao.storage.failpoints import failpoint
 from sao.transport.client import Client
 from sao.transport.keys import client_keys
 from sao.transport.messages import Message
@@ -150,7 +150,7 @@ class Supervisor:
             on_greet=lambda: {"step": self._last_step},
         )
         threading.Thread(target=self._join, args=(self._client,), daemon=True).start()
-        point("supervisor.started")
+        failpoint("supervisor.started")
 
     def _launch(self, command: Command) -> None:
         child = Child(command, self._logs / f"{command.name}.log", lambda ended: self._inbox.put(_Exit(ended)))
@@ -194,7 +194,7 @@ class Supervisor:
         if message.kind == "step":
             if body["step"] <= self._last_step:
                 return  # told before, by a broker that was killed since
-            point("supervisor.step")
+            failpoint("supervisor.step")
             self._last_step_at, self._stall_s = time.monotonic(), STALL_S
             self._last_step = body["step"]
             if self._last_step > self._furthest:

@@ -13,13 +13,14 @@ from typing import Any
 
 from rich.console import Console
 
-from sao import __version__, ownership
+from sao import __version__
 from sao import config as configuration
 from sao.config import Config
 from sao.runtime import folders, launch, preflight
 from sao.runtime import resume as resuming
 from sao.runtime.resume import Resume
 from sao.runtime.supervisor import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Outcome, Supervisor
+from sao.storage import ownership
 from sao.telemetry import plot, sinks
 from sao.telemetry.console import SteadyConsole
 from sao.telemetry.monitor import Monitor

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from sao.errors import WeightsError
-from sao.faults import point
+from sao.storage.failpoints import failpoint
 from sao.transport.reference import WeightsRef
 
 __all__ = ["WeightsRef", "fingerprint", "load", "publish"]
@@ -68,7 +68,7 @@ def publish(tensors: Mapping[str, torch.Tensor], folder: str | Path, version: in
     temporary = folder / f".{final.name}.{os.getpid()}"
     try:
         save_file(plain, temporary, metadata={"format": "pt", "version": str(version), "fingerprint": mark})
-        point("publish.rename")
+        failpoint("publish.rename")
         temporary.replace(final)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Programs of others as agents: the OpenAI-compatible endpoint and its sessions."""

@@ -1,0 +1,174 @@
+"""Episodes that agents play: from a task to a trajectory, with the generator's endpoint between agent and engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+from sao.agents.server import AgentServer
+from sao.agents.session import AgentSession
+from sao.config import Config
+from sao.engines.base import Engine
+from sao.envs.agent import Agent, AgentEnvironment, end, tail
+from sao.envs.protocol import check_reward
+from sao.errors import EngineError, EnvironmentFailure
+from sao.rollout.chat import Renderer
+from sao.rollout.episode import Progress, Task
+from sao.trajectory import Termination, Trajectory
+
+RESTART_S = 1.0  # between two starts of a program that serves many episodes
+
+log = logging.getLogger(__name__)
+
+
+class AgentHost:
+    """Plays tasks through agents, on an engine that others may use as well.
+
+    name: of the generator; where its address and token are left for agents that are started by somebody else.
+    """
+
+    def __init__(self, config: Config, engine: Engine, renderer: Renderer, name: str) -> None:
+        self._config, self._engine, self._renderer, self._name = config, engine, renderer, name
+        self._server = AgentServer(Path(config.model.path).name, secrets.token_urlsafe(24))
+        self._calls = asyncio.Semaphore(config.env.concurrency) if config.env.concurrency else None
+        self._program: asyncio.Task[None] | None = None
+        self._waiting: set[AgentSession] = set()
+        self._note: Path | None = None
+
+    async def start(self, env: AgentEnvironment) -> None:
+        """Listens, and starts the program that serves all episodes, if `env` names one. Raises `ConfigError`."""
+        host, _, port = self._config.generator.agents_bind.rpartition(":")
+        await self._server.start(host.strip("[]"), int(port))
+        if isinstance(env, Agent) and env.start == "once":
+            self._program = asyncio.create_task(self._keep(env))
+        elif isinstance(env, Agent) and env.start == "never":
+            self._note = self._config.folder.resolve() / "agents" / f"{self._name}.json"
+            self._note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            note = {"url": self._server.base_url, "token": self._server.token}
+            with os.fdopen(os.open(self._note, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                json.dump(note, file)
+        log.info("agents: %s", self._server.base_url)
+
+    async def close(self) -> None:
+        """Ends the program and the server."""
+        if self._program is not None:
+            self._program.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._program
+        if self._note is not None:
+            self._note.unlink(missing_ok=True)
+        await self._server.close()
+
+    async def play(
+        self, env: AgentEnvironment, task: Task, *, sampling_seed: int | None, progress: Progress
+    ) -> Trajectory:
+        """One episode; closes the environment on every path.
+
+        Raises `EngineError`, and `EnvironmentFailure` (`no_turn`, `no_reward`, `bad_reward`, `timeout`, `agent_exit`,
+        `agent_failed`, or the environment's own).
+        """
+        session = AgentSession(
+            self._engine, self._renderer, task, self._config, sampling_seed, progress, env.reward_range
+        )
+        limit_s = self._config.env.episode_timeout_s
+        try:
+            async with self._calls or nullcontext():
+                try:
+                    async with asyncio.timeout(limit_s):
+                        reward = await self._reward(env, session)
+                except TimeoutError:
+                    self._server.remove(session)
+                    if not session.segments():
+                        text = f"no turn within env.episode_timeout_s = {limit_s:g}"
+                        raise EnvironmentFailure("timeout", text) from None
+                    return self._truncated(session, "time_limit")
+            if not session.segments():
+                raise EnvironmentFailure("no_turn", "the agent ended without a turn of the policy")
+            if session.cut and reward is None:
+                return self._truncated(session, session.cut)
+            if reward is None:
+                raise EnvironmentFailure("no_reward", "the agent ended without a reward")
+            how = Termination("truncated", session.cut) if session.cut else Termination("finished")
+            return session.trajectory(how, check_reward(reward, env.reward_range))
+        finally:
+            self._server.remove(session)
+            try:
+                await self._engine.release(session.name)
+            finally:
+                await _close(env, self._config.env.step_timeout_s)
+
+    async def _reward(self, env: AgentEnvironment, session: AgentSession) -> float | None:
+        """Has the episode played by whoever plays it; its reward, None if it got none."""
+        access = self._server.add(session)
+        try:
+            if isinstance(env, Agent) and env.start != "episode":
+                await self._offered(session)
+                reward = None
+            else:
+                reward = await env.play(session.task.seed, session.task.split, access)
+        except EnvironmentFailure:
+            if session.fault is not None:  # the engine's fault came first
+                raise session.fault from None
+            if not session.cut:
+                raise
+            reward = None  # an agent may fail when its calls are refused: the limit ended the episode
+        except (asyncio.CancelledError, EngineError):
+            raise
+        except Exception as error:  # an environment may raise anything
+            raise EnvironmentFailure("agent_error", f"{type(error).__name__}: {error}") from error
+        self._server.remove(session)
+        if session.fault is not None:
+            raise session.fault
+        return session.reward if reward is None else reward
+
+    async def _offered(self, session: AgentSession) -> None:
+        self._waiting.add(session)
+        try:
+            await self._server.offer(session)
+            await session.ended.wait()
+        finally:
+            self._waiting.discard(session)
+        if session.failure is not None:
+            raise session.failure
+
+    async def _keep(self, env: Agent) -> None:
+        """Runs the program that serves all episodes; when it ends, the episodes that it had fail, and it runs again."""
+        variables = {"SAO_AGENT_URL": self._server.base_url, "SAO_AGENT_TOKEN": self._server.token}
+        while True:
+            try:
+                failure = EnvironmentFailure("agent_exit", await self._run(env, variables))
+            except EnvironmentFailure as error:  # it could not be started now
+                failure = error
+            log.warning("%s", failure)
+            for session in list(self._waiting):
+                session.failure = failure
+                session.ended.set()
+            await asyncio.sleep(RESTART_S)
+
+    async def _run(self, env: Agent, variables: dict[str, str]) -> str:
+        """Runs the program to its end; how it ended. Raises `EnvironmentFailure` (`agent_start`)."""
+        process = await env.run(env.command, variables)
+        assert process.stdout is not None and process.stderr is not None
+        try:
+            _, err = await asyncio.gather(tail(process.stdout), tail(process.stderr))
+            code = await process.wait()
+        finally:
+            await end(process)
+        return f"the agents' program ended with exit code {code}: {err.decode(errors='replace').strip()}"
+
+    def _truncated(self, session: AgentSession, why: str) -> Trajectory:
+        low, high = session.reward_range
+        reward = min(max(0.0, low), high) if session.reward is None else session.reward
+        return session.trajectory(Termination("truncated", why), reward)
+
+
+async def _close(env: AgentEnvironment, limit_s: float) -> None:
+    try:
+        await asyncio.wait_for(env.close(), limit_s)
+    except Exception as error:  # the episode's own result stands
+        log.warning("agent: close: %s: %s", type(error).__name__, error)

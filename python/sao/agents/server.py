@@ -1,0 +1,236 @@
+"""The HTTP side of agents: an OpenAI-compatible endpoint for the sessions of one generator, and a small session API.
+
+    GET  /v1/models                     the policy, by the name of its folder
+    POST /v1/chat/completions           key: the session's API key; also below /session/KEY, for agents without a key
+    POST /v1/sessions {"wait_s": 30}    key: the server's token; the next episode to play, or 204
+    POST /v1/sessions/reward {"reward": 1.0}   key: the session's reward key
+    POST /v1/sessions/close {"failure": "..."} key: the session's reward key; ends a session that was opened here
+
+Keys are bearer tokens and compared in constant time. The server listens on loopback unless the run says otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from sao.agents import calls as agent_calls
+from sao.agents.calls import ApiError
+from sao.agents.connections import IDLE_S, Connections
+from sao.agents.session import AgentSession
+from sao.envs.agent import Access
+from sao.envs.protocol import check_reward
+from sao.errors import ConfigError, EnvironmentFailure
+
+MAX_BODY_BYTES = 16 << 20
+READ_S = 30.0  # for a body to arrive as a whole
+KEEP_ALIVE_S = 10.0  # a stream says so often that it is still there
+MAX_WAIT_S = 60.0
+
+try:
+    from aiohttp import web
+except ImportError as error:  # told when a run wants agents
+    _missing: ImportError | None = error
+else:
+    _missing = None
+
+
+class AgentServer:
+    """Serves sessions from `start` to `close`. model: the name that the policy goes by. token: opens sessions."""
+
+    def __init__(self, model: str, token: str) -> None:
+        if _missing is not None:
+            raise ConfigError(f"env.name: agents need pip install 'sao[agents]': {_missing}")
+        self.model, self.token = model, token
+        self.base_url = ""
+        self._sessions: dict[str, AgentSession] = {}
+        self._rewards: dict[str, AgentSession] = {}
+        self._offered: deque[AgentSession] = deque()
+        self._news = asyncio.Condition()
+        self._runner: Any = None
+        self._listener: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int) -> None:
+        """Listens; port 0: any that is free. Raises `ConfigError` when it cannot."""
+
+        @web.middleware
+        async def answering(
+            request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+        ) -> web.StreamResponse:
+            with connections.answering(request.protocol):
+                return await handler(request)
+
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[answering, _errors])
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/session/{key}/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/session/{key}/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/sessions", self._open)
+        app.router.add_post("/v1/sessions/reward", self._reward)
+        app.router.add_post("/v1/sessions/close", self._close)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, keepalive_timeout=IDLE_S)
+        await self._runner.setup()
+        connections = Connections(self._runner.server)
+        try:
+            self._listener = await asyncio.get_running_loop().create_server(connections, host, port)
+        except OSError as error:
+            raise ConfigError(f"generator.agents_bind: {host}:{port}: {error}") from error
+        name, number = self._listener.sockets[0].getsockname()[:2]
+        self.base_url = f"http://{f'[{name}]' if ':' in name else name}:{number}/v1"
+
+    async def close(self) -> None:
+        """Stops listening; connections end."""
+        if self._listener is not None:
+            self._listener.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def add(self, session: AgentSession) -> Access:
+        """Begins to answer a session's keys."""
+        self._sessions[session.api_key] = self._rewards[session.reward_key] = session
+        reward_url = f"{self.base_url}/sessions/reward"
+        return Access(self.base_url, session.api_key, self.model, reward_url, session.reward_key)
+
+    def remove(self, session: AgentSession) -> None:
+        """Refuses its keys from now on."""
+        session.closed = True
+        self._sessions.pop(session.api_key, None)
+        self._rewards.pop(session.reward_key, None)
+        if session in self._offered:
+            self._offered.remove(session)
+
+    async def offer(self, session: AgentSession) -> None:
+        """Lets the next agent that opens a session have this one."""
+        async with self._news:
+            self._offered.append(session)
+            self._news.notify()
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._find(request, self._sessions)
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "sao"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        session = self._find(request, self._sessions)
+        call = agent_calls.parse(await _body(request), session.temperature)
+        # An agent that hangs up does not take its turn back: it was sampled, and is in the trajectory.
+        work = asyncio.create_task(session.complete(call))
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())
+        if not call.stream:
+            return web.json_response(agent_calls.completion(await asyncio.shield(work), self.model))
+        await asyncio.wait({work}, timeout=KEEP_ALIVE_S)
+        if work.done():
+            work.result()  # an error that is known by now has a status of its own
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        while not work.done():
+            await response.write(b": waiting\n\n")
+            await asyncio.wait({work}, timeout=KEEP_ALIVE_S)
+        for event in _events(work, self.model, call.include_usage):
+            await response.write(b"data: " + event + b"\n\n")
+        await response.write_eof()
+        return response
+
+    async def _open(self, request: web.Request) -> web.StreamResponse:
+        if not hmac.compare_digest(_key(request).encode(errors="replace"), self.token.encode()):
+            raise ApiError(401, "the server's token is needed to open a session", code="invalid_api_key")
+        wait_s = (await _body(request)).get("wait_s", 30.0)
+        if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= MAX_WAIT_S:
+            raise ApiError(400, f"wait_s: {wait_s!r}, expected 0 to {MAX_WAIT_S:g}", param="wait_s")
+        async with self._news:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait_for(lambda: self._offered), wait_s)
+            if not self._offered:
+                return web.Response(status=204)
+            if request.transport is None or request.transport.is_closing():  # who asked has hung up: the next one's
+                self._news.notify()
+                return web.Response(status=204)
+            session = self._offered.popleft()
+        found = {"api_key": session.api_key, "reward_key": session.reward_key, "base_url": self.base_url}
+        return web.json_response(
+            {"id": session.name, "seed": session.task.seed, "split": session.task.split, "model": self.model, **found}
+        )
+
+    async def _reward(self, request: web.Request) -> web.StreamResponse:
+        session = self._find(request, self._rewards)
+        try:
+            given = (await _body(request)).get("reward")
+            reward = check_reward(None if isinstance(given, bool) else given, session.reward_range)
+        except EnvironmentFailure as failure:
+            raise ApiError(400, failure.detail, param="reward") from None
+        if session.reward is not None:
+            raise ApiError(409, f"this session already has the reward {session.reward:g}", code="already_rewarded")
+        session.reward = reward
+        return web.json_response({"reward": reward})
+
+    async def _close(self, request: web.Request) -> web.StreamResponse:
+        session = self._find(request, self._rewards)
+        failure = (await _body(request)).get("failure")
+        if failure is not None:
+            session.failure = EnvironmentFailure("agent_failed", str(failure)[:2000])
+        elif session.reward is None:
+            raise ApiError(409, "a session that has no reward cannot be closed without a failure", code="no_reward")
+        session.ended.set()
+        return web.json_response({"id": session.name})
+
+    def _find(self, request: web.Request, sessions: dict[str, AgentSession]) -> AgentSession:
+        session = sessions.get(_key(request))  # keys are random: what a look-up takes tells nothing of them
+        if session is None:
+            raise ApiError(401, "the key is that of no open session", code="invalid_api_key")
+        return session
+
+
+def _events(work: asyncio.Task[agent_calls.Turn], model: str, include_usage: bool) -> Iterator[bytes]:
+    try:
+        for chunk in agent_calls.chunks(work.result(), model, include_usage):
+            yield json.dumps(chunk).encode()
+        yield b"[DONE]"
+    except ApiError as error:
+        yield json.dumps(error.body()).encode()
+
+
+def _key(request: web.Request) -> str:
+    in_path = request.match_info.get("key")
+    if in_path is not None:
+        return in_path
+    kind, _, key = request.headers.get("Authorization", "").partition(" ")
+    if kind.lower() != "bearer" or not key:
+        raise ApiError(401, "a bearer token is needed in the Authorization header", code="invalid_api_key")
+    return key.strip()
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    try:
+        async with asyncio.timeout(READ_S):
+            data = await request.read()
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {READ_S:g} s") from None
+    try:
+        # Up to 0.4 s for 16 MiB, for who has a key; it would hold the lock of the interpreter in a thread as well.
+        body = json.loads(data or b"{}")
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is no JSON") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body is no JSON object")
+    return body
+
+
+if _missing is None:
+
+    @web.middleware
+    async def _errors(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Every refusal in OpenAI's form."""
+        try:
+            return await handler(request)
+        except ApiError as error:
+            return web.json_response(error.body(), status=error.status)
+        except web.HTTPException as error:
+            wrong = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
+            return web.json_response(wrong.body(), status=error.status)

@@ -1,0 +1,1 @@
+"""Parts that only training stacks of others use."""

@@ -1,0 +1,1 @@
+"""Engines that sample tokens: torch, vLLM and scripted, behind one protocol."""

@@ -1,0 +1,316 @@
+"""Continuous batching without threads: many sessions, one model, a step at a time.
+
+Each session owns a slot: the ids it has seen and how many of their keys and values are valid. A request is a slot with
+ids whose keys are still missing: one id means decoding, more mean prefill. A weight update sets the valid count of all
+slots to 0, so that requests in flight recompute their context under the new weights and go on.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from sao.engines.base import Completion, Request, StopReason, check_request, empty_completion, spans_of
+from sao.engines.sampling import derive_seed, sample, uniforms
+from sao.engines.slots import SlotCache
+from sao.errors import EngineError, WeightsError
+
+_READ_STEP = 16  # the length attention reads is rounded up to this
+_PREFILL_SHARE = 4  # prefill as soon as its rows are 1 in so many of those that decode
+_PREFILL_WAIT = 3  # decode steps that a lone prefill may be held back for others to join
+
+
+class Decoder:
+    """Slots, batches and samples for a causal language model of `transformers` (dense full attention).
+
+    Not thread-safe; give it one thread. `seed` starts the streams of requests that bring no seed of their own: request
+    number k gets a stream derived from (seed, k).
+    """
+
+    def __init__(self, model: torch.nn.Module, slots: int, context: int, seed: int, prefill_tokens: int = 4096) -> None:
+        self.model = model.eval()
+        self.context = context
+        self.version = 0
+        self.sampled_tokens = 0
+        self._vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+        self._cache = SlotCache(slots, context)
+        self._seed = seed
+        self._admitted = 0
+        self._prefill_tokens = prefill_tokens
+        self._held_back = 0
+        self._poisoned = False
+        self._fingerprints: dict[int, str] = {}
+        self._sessions: OrderedDict[str, int] = OrderedDict()  # least recently used first
+        self._free = list(range(slots - 1, -1, -1))
+        self._requests: list[Request | None] = [None] * slots
+        self._tokens = np.zeros((slots, context), np.int64)
+        self._logprobs = np.zeros((slots, context), np.float32)
+        self._versions = np.zeros((slots, context), np.int64)
+        self._active = np.zeros(slots, bool)
+        self._length = np.zeros(slots, np.int64)  # ids held
+        self._cached = np.zeros(slots, np.int64)  # of them with valid keys and values
+        self._start = np.zeros(slots, np.int64)  # where the completion begins
+        self._limit = np.zeros(slots, np.int64)  # length at which sampling ends
+        self._seeds = np.zeros(slots, np.int64)
+        self._temperature = np.ones(slots, np.float32)
+        self._stops = np.full((slots, 1), -1, np.int64)
+
+    @property
+    def running(self) -> int:
+        """Requests that hold a slot."""
+        return int(self._active.sum())
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the present weights."""
+        return self._fingerprints.get(self.version, "")
+
+    def set_version(self, version: int, fingerprint: str) -> None:
+        """Names the present weights; every token sampled from now on carries this version."""
+        self.version = version
+        self._fingerprints[version] = fingerprint
+        begun = np.flatnonzero(self._active & (self._length > self._start))
+        oldest = int(self._versions[begun, self._start[begun]].min(initial=version))
+        self._fingerprints = {old: text for old, text in self._fingerprints.items() if old >= oldest}
+
+    def set_weights(self, tensors: Mapping[str, torch.Tensor], version: int, fingerprint: str) -> None:
+        """Copies the tensors into the model and drops all cached keys and values.
+
+        Names must be those of `weights_of` the model (a tied parameter may come under one or all of its names).
+        Raises `WeightsError` before anything is changed when a name is missing or unknown or a shape differs.
+        """
+        wanted = weights_of(self.model)
+        known = self.model.state_dict(keep_vars=True)
+        owner = {id(tensor): name for name, tensor in wanted.items()}
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            if name not in known:
+                raise WeightsError(f"weights of version {version}: {name}: the model has no such parameter")
+            if tensor.shape != known[name].shape or tensor.is_floating_point() != known[name].is_floating_point():
+                raise WeightsError(
+                    f"weights of version {version}: {name}: {tensor.dtype} {list(tensor.shape)}, "
+                    f"expected {known[name].dtype} {list(known[name].shape)} or another width of it"
+                )
+            first = owner[id(known[name])]
+            if first in found and not torch.equal(found[first], tensor):
+                raise WeightsError(f"weights of version {version}: {name}: differs from {first}, but they are tied")
+            found[first] = tensor
+        missing = sorted(wanted.keys() - found.keys())
+        if missing:
+            raise WeightsError(f"weights of version {version}: {len(missing)} missing, first: {missing[0]}")
+        with torch.no_grad():
+            for name, tensor in wanted.items():
+                tensor.copy_(found[name])
+        self._cached[:] = 0
+        if self._poisoned:
+            self._cache.clear()
+            self._poisoned = False
+        self.set_version(version, fingerprint)
+
+    def refuse(self, request: Request) -> Completion | None:
+        """The completion of a request that has no room for one token; None when it can run.
+
+        Raises `EngineError` when the request makes no sense, its ids are outside the vocabulary or its session is busy.
+        """
+        check_request(request)
+        if int(request.prompt_ids.max()) >= self._vocabulary:
+            raise EngineError(
+                f"request {request.id}: token id {int(request.prompt_ids.max())}, the vocabulary has {self._vocabulary}"
+            )
+        slot = self._sessions.get(request.session)
+        if slot is not None and self._active[slot]:
+            raise EngineError(f"request {request.id}: session {request.session} already has a request in flight")
+        if request.prompt_ids.size >= self.context:
+            return empty_completion("context")
+        return None
+
+    def admit(self, request: Request) -> bool:
+        """Gives a request (one that `refuse` let pass) a slot; False when every slot is running another."""
+        slot = self._slot_of(request.session)
+        if slot is None:
+            return False
+        prompt = request.prompt_ids.astype(np.int64)
+        # Keys depend on the prefix alone, so whatever part of it agrees is reused; one id must be left to compute.
+        same = self._tokens[slot, : min(int(self._cached[slot]), prompt.size - 1)]
+        agrees = same == prompt[: same.size]
+        self._cached[slot] = same.size if agrees.all() else int(np.argmin(agrees))
+        self._tokens[slot, : prompt.size] = prompt
+        self._length[slot] = self._start[slot] = prompt.size
+        self._limit[slot] = min(prompt.size + request.max_new_tokens, self.context)
+        own = derive_seed(self._seed, self._admitted) if request.seed is None else request.seed
+        self._seeds[slot] = own & (2**63 - 1)
+        self._temperature[slot] = request.temperature
+        stops = request.stop_token_ids
+        if len(stops) > self._stops.shape[1]:
+            more = np.full((self._stops.shape[0], len(stops) - self._stops.shape[1]), -1, np.int64)
+            self._stops = np.concatenate((self._stops, more), axis=1)
+        self._stops[slot] = -1
+        self._stops[slot, : len(stops)] = stops
+        self._requests[slot] = request
+        self._active[slot] = True
+        self._admitted += 1
+        return True
+
+    def abort(self, request: Request) -> None:
+        """Drops a request in flight; what its session has cached stays."""
+        slot = self._sessions.get(request.session)
+        if slot is not None and self._requests[slot] is request:
+            self._finish(slot, "abort")
+
+    def release(self, session: str) -> tuple[Request, Completion] | None:
+        """Frees the session's slot; returns its request in flight, ended as "abort"."""
+        slot = self._sessions.pop(session, None)
+        if slot is None:
+            return None
+        ended = self._finish(slot, "abort") if self._active[slot] else None
+        self._cached[slot] = 0
+        self._free.append(slot)
+        return ended
+
+    def step(self) -> list[tuple[Request, Completion | EngineError]]:
+        """Prefills what is new and samples one token for every other running request; returns what ended."""
+        active = np.flatnonzero(self._active)
+        pending = self._length[active] - self._cached[active]
+        fresh, ready = active[pending > 1], active[pending == 1]
+        ended: list[tuple[Request, Completion | EngineError]] = []
+        # A pass costs nearly the same for one row as for many: let prefills gather unless they are all there is.
+        self._held_back += 1
+        if fresh.size and (_PREFILL_SHARE * fresh.size >= ready.size or self._held_back > _PREFILL_WAIT):
+            self._held_back = 0
+            for rows in self._chunks(fresh):
+                new = np.minimum(self._length[rows] - self._cached[rows], self._prefill_tokens)
+                ended += self._advance(rows, new)
+        if ready.size:
+            ended += self._advance(ready, None)
+        return ended
+
+    def _slot_of(self, session: str) -> int | None:
+        slot = self._sessions.get(session)
+        if slot is None:
+            if self._free:
+                slot = self._free.pop()
+            else:
+                idle = next((name for name, at in self._sessions.items() if not self._active[at]), None)
+                if idle is None:
+                    return None
+                slot = self._sessions.pop(idle)
+            self._cached[slot] = 0
+            self._sessions[session] = slot
+        self._sessions.move_to_end(session)
+        return slot
+
+    def _chunks(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Groups of like length whose padded size stays within `prefill_tokens`."""
+        pending = self._length[rows] - self._cached[rows]
+        rows = rows[np.argsort(pending, kind="stable")]
+        pending = np.minimum(np.sort(pending), self._prefill_tokens)
+        groups, begin = [], 0
+        for end in range(1, rows.size + 1):
+            if end == rows.size or (end + 1 - begin) * pending[end] > self._prefill_tokens:
+                groups.append(rows[begin:end])
+                begin = end
+        return groups
+
+    def _advance(self, rows: np.ndarray, new: np.ndarray | None) -> list[tuple[Request, Completion | EngineError]]:
+        """One forward pass over `new` ids a row (None: one each), then one token for the rows that are complete."""
+        if new is None:
+            logits = self._decode(rows)
+            self._cached[rows] += 1
+        else:
+            logits = self._prefill(rows, new)
+            self._cached[rows] += new
+            whole = self._cached[rows] == self._length[rows]
+            if not whole.all():
+                rows, logits = rows[whole], logits[torch.from_numpy(whole)]
+                if not rows.size:
+                    return []
+        length = self._length[rows]
+        draws = uniforms(self._seeds[rows], length - self._start[rows])
+        tokens, logprobs = sample(logits, self._temperature[rows], draws)
+        self._tokens[rows, length] = tokens
+        self._logprobs[rows, length] = logprobs
+        self._versions[rows, length] = self.version
+        length += 1
+        self._length[rows] = length
+        self.sampled_tokens += rows.size
+        stop = (self._stops[rows] == tokens[:, None]).any(1)
+        bad = ~np.isfinite(logprobs)
+        done = np.flatnonzero(stop | bad | (length >= self._limit[rows]))
+        ended: list[tuple[Request, Completion | EngineError]] = []
+        for at in done.tolist():
+            request, completion = self._finish(int(rows[at]), "stop" if stop[at] else "length")
+            if bad[at]:
+                self._poisoned = True
+                self._cached[rows[at]] = 0
+                text = f"bad_logprob: request {request.id}: log-prob {logprobs[at]} under version {self.version}"
+                ended.append((request, EngineError(text)))
+            else:
+                ended.append((request, completion))
+        return ended
+
+    def _decode(self, rows: np.ndarray) -> torch.Tensor:
+        """Logits [len(rows), vocabulary] after the last id of each row."""
+        top = int(rows[-1]) + 1
+        # If most low slots run, compute on all of them: reading the cache in place beats copying the rows out. The
+        # others write to their first invalid position, which is overwritten before it is read.
+        dense = 2 * rows.size >= top
+        batch = np.arange(top) if dense else rows
+        positions = np.minimum(self._cached[batch], self.context - 1)
+        write = batch * (self.context + 1) + self._cached[batch]
+        ids = self._tokens[batch, positions]
+        logits = self._forward(top if dense else batch, ids[:, None], positions[:, None], write)
+        return logits[torch.from_numpy(rows)] if dense and rows.size < top else logits
+
+    def _prefill(self, rows: np.ndarray, new: np.ndarray) -> torch.Tensor:
+        """Logits [len(rows), vocabulary] after `new` more ids of each row, which are aligned at the right."""
+        width = int(new.max())
+        first = self._cached[rows][:, None]
+        positions = first + (new[:, None] - width) + np.arange(width)
+        padding = positions < first
+        write = rows[:, None] * (self.context + 1) + np.where(padding, self.context, positions)
+        positions = np.maximum(positions, 0)
+        return self._forward(rows, self._tokens[rows[:, None], positions], positions, write.reshape(-1))
+
+    def _forward(
+        self, rows: np.ndarray | int, ids: np.ndarray, positions: np.ndarray, write: np.ndarray
+    ) -> torch.Tensor:
+        read = min(-(-(int(positions.max()) + 1) // _READ_STEP) * _READ_STEP, self.context)
+        mask = np.where(np.arange(read) <= positions[:, None, :, None], np.float32(0), np.float32(-np.inf))
+        at = rows if isinstance(rows, int) else torch.from_numpy(rows)
+        self._cache.aim(at, torch.from_numpy(write), read)
+        with torch.inference_mode():
+            output = self.model(
+                input_ids=torch.from_numpy(ids),
+                attention_mask=torch.from_numpy(mask).to(self.model.dtype),  # type: ignore[arg-type]
+                position_ids=torch.from_numpy(positions),
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            return output.logits[:, -1]
+
+    def _finish(self, slot: int, reason: StopReason) -> tuple[Request, Completion]:
+        request = self._requests[slot]
+        assert request is not None
+        part = slice(int(self._start[slot]), int(self._length[slot]))
+        spans = spans_of(self._versions[slot, part])
+        completion = Completion(
+            self._tokens[slot, part].astype(np.int32),
+            self._logprobs[slot, part].copy(),
+            spans,
+            reason,
+            {version: self._fingerprints[version] for version in spans[:, 2].tolist()},
+        )
+        self._requests[slot] = None
+        self._active[slot] = False
+        return request, completion
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters (a tied one once, under its first name) and saved buffers by name: what an update carries."""
+    saved = model.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return {**dict(model.named_parameters()), **buffers}

@@ -1,0 +1,113 @@
+"""How vLLM's process is started: its environment, what is imported from vLLM, and which versions will do."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sao.errors import EngineError
+from sao.storage.ownership import PREFIX
+
+BACKEND = "sao"  # name of our weight-transfer backend in vLLM's factory
+PARENT_VARIABLE = "SAO_VLLM_PARENT"  # process id of the generator, for vLLM's process
+FOLDER_VARIABLE = "SAO_VLLM_FOLDER"  # private folder of the engine
+FOLDER_PREFIX = f"{PREFIX}vllm-"
+
+
+def import_vllm(folder: Path, threads: int) -> tuple[str, bool]:
+    """Imports vLLM: its version, and whether it labels tokens with weight versions.
+
+    Raises `EngineError` when it is missing or too old.
+    """
+    with environment(folder, threads, 1.0):
+        try:
+            from vllm.v1.engine.async_llm import AsyncLLM
+        except ImportError as error:
+            raise EngineError(f"engine vllm: cannot be imported: {error}; it needs pip install 'sao[vllm]'") from error
+        from vllm import __version__
+        from vllm.outputs import CompletionOutput
+
+        if not hasattr(AsyncLLM, "update_weight_version"):
+            raise EngineError(f"engine vllm: vLLM {__version__} has no weight updates in flight; it needs >= 0.30")
+        return __version__, "weight_versions" in CompletionOutput.__dataclass_fields__
+
+
+def check_heads(model_config: Any) -> None:
+    """vLLM finds this only with the first token, and then its process ends."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    size, sizes = model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    if not model_config.use_mla and size not in sizes:
+        raise EngineError(f"engine vllm: heads of size {size}; vLLM's attention on a CPU computes {sizes}")
+
+
+def devices_of(index: int, vllm_args: dict[str, Any], count: int) -> str:
+    """The GPUs of engine number `index`: as many as it is spread over, out of `count` visible ones.
+
+    Raises `EngineError` when there are not enough.
+    """
+    each = int(vllm_args.get("tensor_parallel_size", 1)) * int(vllm_args.get("pipeline_parallel_size", 1))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    found = visible[index * each : (index + 1) * each]
+    if len(found) < each:
+        raise EngineError(
+            f"generator.engines: engine {index} needs GPUs {index * each} to {(index + 1) * each - 1}, "
+            f"{len(visible)} are visible"
+        )
+    return ",".join(found)
+
+
+def text(error: BaseException) -> str:
+    """The message without the wrappings of vLLM's remote calls."""
+    return str(error).removeprefix("Call to collective_rpc method failed: ") or type(error).__name__
+
+
+@contextlib.contextmanager
+def environment(folder: Path, threads: int, start_timeout_s: float, devices: str | None = None) -> Iterator[None]:
+    """The process environment that vLLM and its processes start with; put back afterwards. devices: its GPUs."""
+    values = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+    values |= {
+        PARENT_VARIABLE: str(os.getpid()),
+        FOLDER_VARIABLE: str(folder),
+        "TMPDIR": str(folder),
+        "VLLM_RPC_BASE_PATH": str(folder),
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
+            "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}")
+        ),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(max(1, int(start_timeout_s))),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        # On a CPU. Without binding the threads share the cores with other processes as the system sees fit; bound ones
+        # of two engines would all sit on the same cores.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads),
+        # On a CPU. oneDNN keeps a compiled kernel for every number of tokens in a batch, and after an update the whole
+        # context of all requests is one batch, never twice of the same size: with the default of 1024 kernels the
+        # process grows by hundreds of MiB until they are all there.
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128"),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    }
+    before = {
+        name: os.environ.get(name)
+        for name in (*values, "LD_PRELOAD", "VLLM_CPU_KVCACHE_SPACE", "TORCH_COMPILE_DISABLE")
+    }
+    os.environ.update(values)
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB only, and it would override kv_cache_memory_bytes
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

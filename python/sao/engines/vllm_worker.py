@@ -1,0 +1,265 @@
+"""What runs inside vLLM's own process: a weight-transfer backend that reads published safetensors files.
+
+vLLM imports this module by name (`worker_extension_cls`), which registers the backend "sao" with its factory. vLLM's
+three steps map onto a transaction:
+
+    start_weight_update    nothing is touched
+    update_weights         the file is read and verified and the tensors are staged; a refusal leaves the old weights
+    finish_weight_update   the staged tensors are loaded, and what the layers now compute is compared with them
+
+Only the last step can leave a model that is neither old nor new; the engine treats its failure as fatal.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import logging
+import os
+import select
+import shutil
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from sao.engines.vllm_process import BACKEND, FOLDER_PREFIX, FOLDER_VARIABLE, PARENT_VARIABLE
+from sao.errors import WeightsError
+from sao.transport import weights
+from sao.transport.weights import WeightsRef
+
+PROBED_COLUMNS = 8
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass
+class NoInit(WeightTransferInitInfo):
+    """The backend needs no rendezvous."""
+
+
+@dataclass
+class FileUpdate(WeightTransferUpdateInfo):
+    """The fields of a `WeightsRef`."""
+
+    version: int
+    path: str
+    fingerprint: str
+
+
+class FileWeightTransfer(WeightTransferEngine[NoInit, FileUpdate]):
+    """Loads one safetensors file a version; complete and verified, or refused before anything changes.
+
+    Every worker of a tensor-parallel engine reads the same file; vLLM's loaders take their shards of it.
+    """
+
+    init_info_cls = NoInit
+    update_info_cls = FileUpdate
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        die_with_generator()
+        folder = Path(self.model_config.model)
+        self._tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+        dtype: Any = self.model_config.dtype  # resolved by now
+        initial = _untie(_read_folder(folder, dtype), self._tied)
+        self._shapes: Shapes = {name: tuple(tensor.shape) for name, tensor in initial.items()}
+        self._staged: tuple[WeightsRef, dict[str, torch.Tensor]] | None = None
+        self.report: dict[str, Any] = {"version": 0, "fingerprint": weights.fingerprint(initial), "probed": 0}
+
+    def init_transfer_engine(self, init_info: NoInit) -> None:
+        """Nothing to do."""
+
+    def start_weight_update(self) -> None:
+        """Forgets what was staged; the model stays as it is."""
+        self._staged = None
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Reads, verifies and stages. The base class would synchronize an accelerator, which a CPU does not have."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: FileUpdate) -> None:
+        """Raises `WeightsError` when fingerprint, names, types or shapes differ; nothing has changed then."""
+        ref = WeightsRef(update_info.version, update_info.path, update_info.fingerprint)
+        tensors = _untie(weights.load(ref), self._tied)
+        _check(ref, tensors, self._shapes)
+        self._staged = ref, tensors
+
+    @torch.no_grad()
+    def finish_weight_update(self) -> None:
+        """Loads what is staged through vLLM's layer-wise reload, then checks what the layers compute.
+
+        Raises `WeightsError` if a layer still serves other weights; the model must not be used then.
+        """
+        if self._staged is None:
+            raise WeightsError("weights: finish without an update")
+        ref, tensors = self._staged
+        self._staged = None
+        model: Any = self.model
+        initialize_layerwise_reload(model)
+        model.load_weights(iter(tensors.items()))
+        finalize_layerwise_reload(model, self.model_config)
+        if self._tied:
+            # A tied head is skipped by the reload, but on CPU it computes with a packed copy of the shared weight.
+            for module in model.modules():
+                if isinstance(module, ParallelLMHead):
+                    module.quant_method.process_weights_after_loading(module)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        probed = probe(model, tensors, ref.version) if self.parallel_config.world_size == 1 else 0
+        self.report = {"version": ref.version, "fingerprint": ref.fingerprint, "probed": probed}
+
+    def shutdown(self) -> None:
+        """Drops what is staged."""
+        self._staged = None
+        # The process is about to end, and to collect the garbage of its whole heap several times would take seconds.
+        gc.freeze()
+        atexit.register(gc.freeze)
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker; reachable by `collective_rpc`."""
+
+    weight_transfer_engine: FileWeightTransfer
+
+    def sao_report(self) -> dict[str, Any]:
+        """version and fingerprint of the weights in this worker, and how many layers were probed after the load."""
+        return self.weight_transfer_engine.report
+
+
+def probe(model: torch.nn.Module, tensors: dict[str, torch.Tensor], seed: int) -> int:
+    """Compares what the layers compute with the tensors they were given, exactly, and returns how many were compared.
+
+    tensors: checkpoint name -> full tensor (no tensor parallelism). A linear layer is fed unit vectors, so its outputs
+    are columns of its weight without any rounding: also a change in the last bit of a weight shows, and a kernel that
+    still computes with a packed copy of the old weights is found. All other parameters are compared directly. Layers
+    whose checkpoint names cannot be told, and quantized ones, are passed over.
+    Raises `WeightsError` that names the layer.
+    """
+    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    embedding = next((name for name in tensors if name.endswith("embed_tokens.weight")), "")
+    generator = torch.Generator().manual_seed(seed)
+    count = 0
+    for name, module in model.named_modules():
+        if not isinstance(module, LinearBase | VocabParallelEmbedding):
+            continue
+        if not isinstance(module.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+            continue
+        prefix, _, last = name.rpartition(".")
+        wanted = [f"{prefix}.{part}.weight".lstrip(".") for part in packed.get(last, [last])]
+        if isinstance(module, ParallelLMHead) and wanted[0] not in tensors:
+            wanted = [embedding]
+        parts = [tensors[key] for key in wanted if key in tensors]
+        if len(parts) != len(wanted):
+            continue
+        columns = torch.randint(parts[0].shape[1], (PROBED_COLUMNS,), generator=generator)
+        expected = torch.cat([part[:, columns] for part in parts]).T
+        _same(name, _columns(module, columns, parts[0].shape[1])[:, : expected.shape[1]], expected)
+        count += 1
+    for name, parameter in model.named_parameters():
+        tensor = tensors.get(name)
+        if tensor is not None and tensor.shape == parameter.shape:
+            _same(name, parameter, tensor)
+            count += 1
+    if not count:
+        raise WeightsError(f"weights: none of the layers of {type(model).__name__} could be compared after the update")
+    return count
+
+
+def _columns(module: Any, columns: torch.Tensor, width: int) -> torch.Tensor:
+    """These columns of the weight as the layer applies it: [PROBED_COLUMNS, out]."""
+    looked_up = isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+    if looked_up or module.weight.device.type != "cpu":
+        return module.weight[:, columns.to(module.weight.device)].T
+    unit = torch.nn.functional.one_hot(columns, width).to(module.weight.dtype)
+    return module.quant_method.apply(module, unit, None)
+
+
+def _same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    if not torch.equal(found, expected.to(device=found.device, dtype=found.dtype)):
+        raise WeightsError(f"{name}: computes with other weights than the update brought")
+
+
+def _check(ref: WeightsRef, tensors: dict[str, torch.Tensor], shapes: Shapes) -> None:
+    who = f"weights of version {ref.version}"
+    for names, what in ((shapes.keys() - tensors.keys(), "missing"), (tensors.keys() - shapes.keys(), "unknown")):
+        if names:
+            raise WeightsError(f"{who}: {len(names)} {what}, first: {min(names)}")
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != shapes[name] or not tensor.is_floating_point():
+            raise WeightsError(
+                f"{who}: {name}: {tensor.dtype}{list(tensor.shape)}, expected floats {list(shapes[name])}"
+            )
+
+
+def _untie(tensors: dict[str, torch.Tensor], tied: bool) -> dict[str, torch.Tensor]:
+    """Without the second name of a tied embedding. Raises `WeightsError` when the two differ."""
+    head = next((name for name in tensors if name.endswith("lm_head.weight")), None)
+    if not tied or head is None:
+        return tensors
+    embedding = next((name for name in tensors if name.endswith("embed_tokens.weight")), None)
+    if embedding is None or not torch.equal(tensors[head], tensors[embedding]):
+        raise WeightsError(f"{head}: differs from {embedding}, but they are tied")
+    return {name: tensor for name, tensor in tensors.items() if name != head}
+
+
+def _read_folder(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """All tensors of a model folder, in the engine's type."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt", device="cpu") as file:
+            tensors.update({name: file.get_tensor(name).to(dtype) for name in file.keys()})  # noqa: SIM118
+    return tensors
+
+
+def die_with_generator() -> None:
+    """Ends this process, and removes the engine's private folder, as soon as the generator process is gone.
+
+    vLLM ends its processes when it is shut down in order; this covers a generator that was killed. The thread sleeps on
+    a process descriptor, which, unlike a parent-death signal, does not depend on the thread that started this process.
+    """
+    parent = os.environ.get(PARENT_VARIABLE)
+    if parent is None:
+        return
+    try:
+        descriptor = os.pidfd_open(int(parent))
+    except ProcessLookupError:
+        _end()
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+
+    def wait() -> None:
+        poller.poll()
+        _end()
+
+    threading.Thread(target=wait, name="die-with-generator", daemon=True).start()
+
+
+def _end() -> None:
+    folder = Path(os.environ.get(FOLDER_VARIABLE, ""))
+    if folder.name.startswith(FOLDER_PREFIX):
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+# The reload warns about every layer without weights of its own (rotary embedding, tied head); `probe` checks them all.
+logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
+
+WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransfer)

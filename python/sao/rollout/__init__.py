@@ -1,0 +1,1 @@
+"""Rollouts: the episode loop, its window and compaction, chat rendering."""

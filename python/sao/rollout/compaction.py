@@ -1,0 +1,240 @@
+"""Context compaction (CompactionRL, arXiv 2607.05378, section 4.1): a rollout that outlives its window.
+
+    h_t = (s, u, z_1..z_t), z_i = (a_i, o_i)                                                    (6)
+    compact when  C - |h_t| < T, looked at when an observation has been appended                (7)
+    S_t ~ pi( . | h_t + q_sum )                                                                 (8)
+    h_t' = s + u_resume(S_t) + (z_(t-k+1)..z_t), k reduced if it does not fit                   (9)
+
+The environment goes on as it is. Both texts are files: `prompts/*.txt`, or the run's own. What happens when something
+does not fit is in `docs/explanation/compaction.md`; nothing that was sampled is lost or recorded twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+
+from sao.config import Config
+from sao.engines.base import Completion, Engine
+from sao.envs.protocol import Message
+from sao.errors import ConfigError, EnvironmentFailure
+from sao.rollout.chat import Renderer
+from sao.rollout.window import Window, joined
+from sao.trajectory import Metadata
+
+PLACE = "{summary}"
+_PROBE = "a"
+
+Ask = Callable[[str, np.ndarray, int, Engine | None], Awaitable[Completion]]
+"""(name of the request, prompt ids, most tokens, engine other than the policy's) -> completion."""
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A text and the name under which a trajectory says that it was used."""
+
+    name: str
+    text: str
+
+    @classmethod
+    def load(cls, shipped: str, file: str | None, field_name: str) -> Template:
+        """The shipped one, or a file's; a file's name carries a digest. Raises `ConfigError`."""
+        if file is None:
+            return cls(shipped, (resources.files("sao.rollout") / "prompts" / f"{shipped}.txt").read_text().strip())
+        try:
+            text = Path(file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{field_name}: {file}: {error}") from None
+        return cls(f"{Path(file).name}#{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}", text)
+
+
+def templates(config: Config) -> tuple[Template, Template]:
+    """(summary request, resume message). Raises `ConfigError` when a file is missing or not usable."""
+    part = config.compaction
+    request = Template.load(part.prompt, part.prompt_file, "compaction.prompt_file")
+    resume = Template.load(part.resume, part.resume_file, "compaction.resume_file")
+    if not request.text:
+        raise ConfigError(f"compaction.prompt_file: {part.prompt_file} is empty")
+    if resume.text.count(PLACE) != 1:
+        raise ConfigError(f"compaction.resume_file: {part.resume_file} must hold {PLACE} once")
+    return request, resume
+
+
+class Compactor:
+    """What all episodes of a generator share: templates, lengths and the fixed summariser, if there is one.
+
+    request_tokens: what the summary request adds to a window. threshold_tokens: T of equation 7.
+    Raises `ConfigError` when the lengths in `[compaction]` leave no room for the request, or a template is not usable.
+    """
+
+    def __init__(self, config: Config, renderer: Renderer, summariser: Engine | None = None) -> None:
+        self.config, self.renderer, self.summariser = config.compaction, renderer, summariser
+        if self.config.summariser is not None and summariser is None:
+            raise ConfigError(f"compaction.summariser: {self.config.summariser}: no engine was started for it")
+        self.context_tokens = config.sampling.context_tokens
+        self.request, self.resume = templates(config)
+        self.request_message = Message("user", self.request.text)
+        self.request_tokens = self._request_tokens()
+        caps = {
+            "sampling.max_response_tokens": config.sampling.max_response_tokens,
+            "compaction.observation_cap_tokens": self.config.observation_cap_tokens,
+            f"the summary request ({self.request.name})": self.request_tokens,
+            "compaction.max_summary_tokens": self.config.max_summary_tokens,
+        }
+        needed = sum(caps.values())
+        self.threshold_tokens = self.config.threshold_tokens or needed
+        parts = " + ".join(f"{name} = {value}" for name, value in caps.items())
+        if self.threshold_tokens < needed and not self.config.clip:
+            raise ConfigError(
+                f"compaction.threshold_tokens: {self.threshold_tokens} must be at least {needed}: {parts}; "
+                "or one turn can leave no room for the summary; set compaction.clip = true to permit it"
+            )
+        if self.threshold_tokens >= self.context_tokens:
+            raise ConfigError(
+                f"compaction.threshold_tokens: {self.threshold_tokens} ({parts}) must be below "
+                f"sampling.context_tokens = {self.context_tokens}"
+            )
+
+    def _request_tokens(self) -> int:
+        sizes = []
+        for role in ("user", "tool"):
+            before = (Message(role, _PROBE),)
+            try:
+                plain = self.renderer.observation(before, None).size
+                sizes.append(self.renderer.observation(joined(before, self.request_message), None).size - plain)
+            except EnvironmentFailure:  # a template that does not know the role
+                continue
+        if not sizes:
+            raise ConfigError("compaction: the chat template takes neither a user nor a tool message after a turn")
+        return max(sizes)
+
+    def begin(self, window: Window, ask: Ask) -> Compaction:
+        """For one episode; `window` holds its first messages."""
+        return Compaction(self, window, ask)
+
+
+@dataclass
+class Compaction:
+    """Compactions of one episode. `facts` is what goes into the trajectory's metadata."""
+
+    shared: Compactor
+    window: Window
+    ask: Ask
+    first: tuple[Message, ...] = field(init=False)
+    summary_tokens: list[int] = field(default_factory=list)
+    stop_reasons: list[str] = field(default_factory=list)
+    carried: list[int] = field(default_factory=list)
+    rolled_back: int = 0
+    forgotten: int = 0
+    clipped: int = 0
+    interaction_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.first = self.window.opening
+        self.interaction_tokens = self.window.ids.size
+
+    async def observe(self, messages: Sequence[Message]) -> str | None:
+        """Takes an observation and compacts if that is due. Returns why the rollout has to end here, or None.
+
+        "compactions": one more than `max_compactions` is due; "summary_request": no room to ask for a summary;
+        "empty_summary": nothing visible was written; "no_room": the summary leaves less than the threshold.
+        """
+        before = self.window.steps[-1].stop if self.window.steps else self.window.opening_tokens
+        self.window.observe(self._clip(messages), beyond=True)
+        self.interaction_tokens += self.window.ids.size - before
+        if self.window.room_tokens >= self.shared.threshold_tokens:
+            return None
+        if len(self.summary_tokens) == self.shared.config.max_compactions:
+            return "compactions"
+        return await self._compact()
+
+    def facts(self) -> dict[str, Metadata]:
+        """For `Trajectory.metadata`; lists are joined by commas, one entry a compaction."""
+        shared = self.shared
+        return {
+            "compactions": len(self.summary_tokens),
+            "compaction_request": shared.request.name,
+            "compaction_resume": shared.resume.name,
+            "compaction_threshold_tokens": shared.threshold_tokens,
+            "compaction_summariser": shared.config.summariser or "policy",
+            "compaction_keeps_task_prompt": shared.config.keep_task_prompt,
+            "summary_tokens": ",".join(map(str, self.summary_tokens)),
+            "summary_stop_reasons": ",".join(self.stop_reasons),
+            "carried_steps": ",".join(map(str, self.carried)),
+            "rolled_back_steps": self.rolled_back,
+            "forgotten_steps": self.forgotten,
+            "clipped_observations": self.clipped,
+            "interaction_tokens": self.interaction_tokens,
+        }
+
+    def _clip(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """An observation within its cap, and short enough that a summary of it can be asked for; if that is wanted."""
+        shared, last = self.shared, self.window.last_sampled
+        if not shared.config.clip:
+            return messages
+        size = shared.renderer.observation(messages, last).size
+        room = self.window.room_tokens - shared.request_tokens - shared.config.max_summary_tokens
+        cap = shared.config.observation_cap_tokens
+        for limit in sorted({min(cap, room), cap}):  # what the room does not allow is rolled back
+            if size <= limit:
+                return messages
+            found = shared.renderer.cut(messages, last, limit) if limit > 0 else None
+            if found is not None:
+                self.clipped += 1
+                return found
+        return messages
+
+    async def _compact(self) -> str | None:
+        shared, window = self.shared, self.window
+        n_steps, most = len(window.steps), shared.config.max_summary_tokens
+        for kept in range(n_steps, -1, -1):  # newest steps are rolled back until a whole summary fits behind the rest
+            prompt = window.prompt(shared.request_message, kept)
+            if prompt.size + most <= shared.context_tokens:
+                break
+        else:
+            return "summary_request"
+        completion = await self.ask(f"summary-{len(self.summary_tokens)}", prompt, most, shared.summariser)
+        self.summary_tokens.append(completion.token_ids.size)
+        self.stop_reasons.append(completion.stop_reason)
+        self.rolled_back += n_steps - kept
+        if shared.summariser is None:
+            window.summarised(prompt, completion, merge=shared.config.merge_summary and kept == n_steps)
+        text = visible(shared.renderer.decode(completion.token_ids), shared.renderer.reasons_first)
+        if not text:
+            return "empty_summary"
+        opening = self._opening(text)
+        for carry in range(min(shared.config.keep_steps, n_steps), -1, -1):
+            if window.rebuilt_tokens(opening, carry) + shared.threshold_tokens <= shared.context_tokens:
+                break
+        else:
+            return "no_room"
+        self.carried.append(carry)
+        self.forgotten += max(0, n_steps - kept - carry)
+        window.rebuild(opening, carry=carry)
+        return None
+
+    def _opening(self, summary: str) -> tuple[Message, ...]:
+        """System prompt and resume message; with `keep_task_prompt` the task's other messages between them."""
+        resume = Message("user", self.shared.resume.text.replace(PLACE, summary))
+        if self.shared.config.keep_task_prompt:
+            return joined(self.first, resume)
+        n_system = next((i for i, message in enumerate(self.first) if message.role != "system"), len(self.first))
+        return (*self.first[:n_system], resume)
+
+
+def visible(text: str, reasons_first: bool = False) -> str:
+    """What of a turn is meant to be read: what stands behind its reasoning.
+
+    `reasons_first`: the turn began inside `<think>`. Reasoning that never ends leaves nothing.
+    """
+    opened = reasons_first or "<think>" in text
+    if "</think>" in text:
+        text = text.rpartition("</think>")[2]
+    elif opened:
+        return ""
+    return text.strip()

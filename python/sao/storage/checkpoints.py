@@ -1,0 +1,278 @@
+"""Checkpoint folders: written as a transaction, and complete or ignored.
+
+A checkpoint is `checkpoints/step-N`: the model as a Hugging Face folder, the training state as sharded safetensors
+files under `state/`, and `manifest.json`, which lists every file with size and checksum and says which tasks were
+trained. All of it is written under a temporary name, the manifest last, everything is brought to the disk, and one
+rename makes it visible. What a kill or a full disk leaves is a temporary folder, which nobody reads; a folder that is
+not exactly what its manifest says is ignored, and reported.
+
+This file knows folders, not tensors; `sao.learner.checkpoint` knows what is in them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from sao.errors import CheckpointError, LedgerError
+from sao.storage.failpoints import failpoint
+
+FORMAT = "sao-checkpoint-1"
+MANIFEST = "manifest.json"
+STATE = "state"
+_NAME = re.compile(r"step-(\d+)")
+_REST = re.compile(r"\.step-\d+\.(part|old|gone)")
+
+
+class Ordinals:
+    """A set of task ordinals as sorted runs: as large as it has gaps, however many tasks were trained."""
+
+    def __init__(self, runs: Iterable[Sequence[int]] = ()) -> None:
+        """`runs`: (first, one past the last), as `runs` gives them. Raises `CheckpointError` for anything else."""
+        self._runs = [list(run) for run in runs]
+        flat = [number for run in self._runs for number in run]
+        plain = all(type(number) is int for number in flat) and all(len(run) == 2 for run in self._runs)
+        if not plain or any(a >= b for a, b in pairwise(flat)) or min(flat, default=0) < 0:
+            raise CheckpointError(f"trained: {self._runs!r} are no runs of ordinals")
+
+    @property
+    def runs(self) -> list[list[int]]:
+        """Disjoint runs in order."""
+        return [list(run) for run in self._runs]
+
+    def __len__(self) -> int:
+        return sum(stop - start for start, stop in self._runs)
+
+    def __contains__(self, ordinal: int) -> bool:
+        at = bisect_right(self._runs, ordinal, key=lambda run: run[0]) - 1
+        return at >= 0 and ordinal < self._runs[at][1]
+
+    def add(self, ordinals: Iterable[int]) -> None:
+        """Adds tasks that were just trained. Raises `LedgerError` if one of them was trained before."""
+        for ordinal in ordinals:
+            if ordinal in self:
+                raise LedgerError(f"task {ordinal} was trained before; no task may be trained twice")
+            at = bisect_right(self._runs, ordinal, key=lambda run: run[0])
+            if at and self._runs[at - 1][1] == ordinal:
+                self._runs[at - 1][1] += 1
+                at -= 1
+            else:
+                self._runs.insert(at, [ordinal, ordinal + 1])
+            if at + 1 < len(self._runs) and self._runs[at][1] == self._runs[at + 1][0]:
+                self._runs[at][1] = self._runs.pop(at + 1)[1]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint. `manifest` holds what its writer gave to `Draft.commit`, and `files`."""
+
+    path: Path
+    step: int
+    version: int
+    manifest: dict[str, Any]
+
+    @property
+    def state(self) -> Path:
+        """The folder of the sharded tensors."""
+        return self.path / STATE
+
+
+class Draft:
+    """A checkpoint in the making: fill `folder`, then `commit` or `abandon`."""
+
+    def __init__(self, checkpoints: Path, step: int) -> None:
+        """Makes the temporary folder, in place of what an earlier attempt left."""
+        self.target = checkpoints / f"step-{step}"
+        self.folder = checkpoints / f".step-{step}.part"
+        self.step = step
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+
+    def commit(self, facts: dict[str, Any], kept: int) -> Path:
+        """Writes checksums and manifest, makes the checkpoint visible, and removes all but the newest `kept`.
+
+        `facts`: what JSON can hold, `version` (the policy's) among it. A checkpoint of the same step is replaced: until
+        the new one has its name, the old one is either under its own or found again by `tidy`. Raises `OSError`; the
+        caller then abandons the draft.
+        """
+        names = sorted(path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file())
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+            digests = list(pool.map(lambda name: _digest(self.folder / name, sync=True), names))
+        files = {
+            name: {"bytes": (self.folder / name).stat().st_size, "blake2b": digest}
+            for name, digest in zip(names, digests, strict=True)
+        }
+        manifest = {"format": FORMAT, "step": self.step, **facts, "files": files}
+        manifest["digest"] = _manifest_digest(manifest)
+        _write(self.folder / MANIFEST, json.dumps(manifest, indent=1).encode())
+        for folder in [*(path for path in self.folder.rglob("*") if path.is_dir()), self.folder]:
+            _sync_folder(folder)
+        failpoint("save.manifest")
+        old = self.target.with_name(f".{self.target.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if self.target.exists():
+            self.target.rename(old)
+        self.folder.rename(self.target)
+        _sync_folder(self.target.parent)
+        failpoint("save.visible")
+        shutil.rmtree(old, ignore_errors=True)
+        for step, path in _found(self.target.parent)[kept:]:
+            if step != self.step:
+                _remove(path)
+        return self.target
+
+    def abandon(self) -> None:
+        """Removes the temporary folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def read(path: Path) -> Checkpoint:
+    """Reads a checkpoint's manifest; its files are not looked at. Raises `CheckpointError` naming the fault."""
+    file = path / MANIFEST
+    try:
+        manifest = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no {MANIFEST}: it is no complete checkpoint") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{file}: not a manifest of format {FORMAT}")
+    if manifest.pop("digest", None) != _manifest_digest(manifest):
+        raise CheckpointError(f"{file}: its own checksum is wrong")
+    step, version, files = (manifest.get(name) for name in ("step", "version", "files"))
+    if type(step) is not int or type(version) is not int or not isinstance(files, dict):
+        raise CheckpointError(f"{file}: step {step!r}, version {version!r} or files: not what {FORMAT} has")
+    return Checkpoint(path, step, version, manifest)
+
+
+def verify(path: Path) -> Checkpoint:
+    """`read`, and checks that the folder is exactly what the manifest says. Raises `CheckpointError`."""
+    checkpoint = read(path)
+    present = {item.relative_to(path).as_posix() for item in path.rglob("*") if item.is_file()} - {MANIFEST}
+    listed: dict[str, dict[str, Any]] = checkpoint.manifest["files"]
+    for name in sorted(present ^ listed.keys()):
+        fault = "listed in the manifest, not there" if name in listed else "not listed in the manifest"
+        raise CheckpointError(f"{path / name}: {fault}")
+    for name, facts in listed.items():
+        size = (path / name).stat().st_size
+        if size != facts["bytes"]:
+            raise CheckpointError(f"{path / name}: {size} bytes, expected {facts['bytes']}")
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        digests = list(pool.map(lambda name: _digest(path / name), listed))
+    for (name, facts), digest in zip(listed.items(), digests, strict=True):
+        if digest != facts["blake2b"]:
+            raise CheckpointError(f"{path / name}: its checksum differs from the manifest's")
+    return checkpoint
+
+
+def newest(
+    checkpoints: Path, accept: Callable[[Checkpoint], None] | None = None
+) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
+    """The newest complete checkpoint, and the newer ones that are ignored, each with the reason. Changes nothing.
+
+    `accept` may refuse a complete one by raising `CheckpointError`.
+    """
+    ignored: list[tuple[Path, str]] = []
+    for step, path in _found(checkpoints):
+        try:
+            checkpoint = verify(path)
+            if checkpoint.step != step:
+                raise CheckpointError(f"{path}: holds step {checkpoint.step}")
+            if accept is not None:
+                accept(checkpoint)
+            return checkpoint, ignored
+        except (CheckpointError, OSError, KeyError, TypeError) as error:
+            ignored.append((path, str(error) if isinstance(error, CheckpointError) else f"{path}: {error!r}"))
+    return None, ignored
+
+
+def tidy(checkpoints: Path) -> list[str]:
+    """Ends what a killed writer began; returns what was found, as text. For the run's only writer.
+
+    A save that was cut off is removed; a checkpoint that was about to be replaced gets its name back.
+    """
+    found = []
+    for path in sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []:
+        match = _REST.fullmatch(path.name)
+        if match is None:
+            continue
+        name = path.name.removeprefix(".").rpartition(".")[0]
+        if match[1] == "old" and not (checkpoints / name).exists():
+            path.rename(checkpoints / name)
+            found.append(f"{checkpoints / name}: its replacement was cut off; the earlier one is kept")
+        else:
+            _discard(path)
+            if match[1] == "part":
+                found.append(f"{checkpoints / name}: its save was cut off; what there was of it is removed")
+    return found
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a checkpoint that is ignored, so that its step can be saved again; returns the new path."""
+    aside = path.with_name(f"ignored-{path.name}")
+    _discard(aside)
+    path.rename(aside)
+    return aside
+
+
+def steps(checkpoints: Path) -> list[int]:
+    """Steps of which there is a folder, complete or not, newest first."""
+    return [step for step, _ in _found(checkpoints)]
+
+
+def _found(checkpoints: Path) -> list[tuple[int, Path]]:
+    paths = checkpoints.iterdir() if checkpoints.is_dir() else ()
+    return sorted(((int(match[1]), path) for path in paths if (match := _NAME.fullmatch(path.name))), reverse=True)
+
+
+def _remove(path: Path) -> None:
+    """Takes the folder's name away first, so that half of it is never seen."""
+    hidden = path.with_name(f".{path.name}.gone")
+    _discard(hidden)
+    path.rename(hidden)
+    _discard(hidden)
+
+
+def _discard(path: Path) -> None:
+    """Removes a folder; of a link to one that was moved to another disk, the link alone."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _digest(path: Path, *, sync: bool = False) -> str:
+    with path.open("rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _manifest_digest(manifest: dict[str, Any]) -> str:
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

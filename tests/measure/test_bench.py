@@ -1,0 +1,56 @@
+"""`sao bench`: rows that make sense, a file that can be read again, unknown topics refused before anything runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from sao import measure as bench
+from sao.cli import app
+from sao.errors import ValidationError
+from sao.measure.kernels import evenness
+from sao.measure.measure import Row, shown_rate, shown_time
+
+
+@pytest.mark.parametrize("topic", ["pack", "wire", "ledger", "transport"])
+def test_rows_are_positive_and_ordered(topic: str) -> None:
+    rows = list(bench.run(topic, quick=True))
+    assert len({(row.what, row.size, row.how) for row in rows}) == len(rows) >= 4
+    assert all(0 < row.p50_us <= row.p99_us <= row.max_us for row in rows)
+    assert all(row.per_s > 0 for row in rows)
+
+
+def test_the_command_prints_and_writes(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["bench", "pack", "--quick", "--json", str(tmp_path / "out.json")])
+    assert done.exit_code == 0, done.output
+    assert "8192 agentic" in done.output
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["machine"]["cores"] >= 1
+    assert {row["what"] for row in written["topics"]["pack"]} == {"pack", "plan for 8 ranks"}
+
+
+def test_how_even_a_plan_is() -> None:
+    assert evenness(np.array([[3.0, 1.0], [1.0, 1.0]])) == pytest.approx((4 / 3, 4 / 3))
+    assert evenness(np.array([[2.0, 1.0], [1.0, 2.0]])) == pytest.approx((1.0, 4 / 3))
+
+
+def test_unknown_topics_are_refused() -> None:
+    with pytest.raises(ValidationError, match="'speed' is not one of buffer"):
+        list(bench.run("speed"))
+    assert CliRunner().invoke(app, ["bench", "speed"]).exit_code == 2
+
+
+def test_numbers_are_shown_with_the_unit_that_suits_them() -> None:
+    assert [shown_time(us) for us in (0.512, 1234.0, 2.5e6)] == ["0.512 us", "1.23 ms", "2.5 s"]
+    assert [shown_rate(rate, "B") for rate in (0, 12, 3.4e3, 5e6, 7e9)] == [
+        "",
+        "12 B/s",
+        "3.4 kB/s",
+        "5 MB/s",
+        "7 GB/s",
+    ]
+    assert Row("w", "s", "h", 2.0, 3.0, 4.0, 10, "token").per_s == pytest.approx(5e6)
