@@ -65,8 +65,6 @@ def queues(quick: bool) -> Iterator[Row]:
 
         put = lambda c=core: c.put(b"h", b"p", min_version=0)  # noqa: E731
         yield hand_over("sao", put, take)
-        yield hand_over("sao, references", lambda c=core: c.put_object(b"p"), lambda c=core: len(c.drain(1)))  # type: ignore[misc]
-        yield hand_over("sao, references by 64", lambda c=core: c.put_object(b"p"), lambda c=core: len(c.drain(64)))  # type: ignore[misc]
         yield hand_over("sao, taken by 64", put, lambda c=core: take(c, 64) if len(c) >= 64 else take(c))  # type: ignore[misc]
 
 

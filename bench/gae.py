@@ -118,7 +118,7 @@ def cut(data: dict[str, np.ndarray], segments: int) -> tuple[np.ndarray, np.ndar
     return np.append(inner.ravel(), cuts[-1]), np.arange(len(cuts), dtype=np.int64) * segments
 
 
-def run_sao(data: dict[str, np.ndarray], offsets: tuple[np.ndarray, np.ndarray], mode: str, threads: int) -> np.ndarray:
+def run_sao(data: dict[str, np.ndarray], offsets: tuple[np.ndarray, np.ndarray], mode: str) -> np.ndarray:
     cuts, first = offsets
     out, _, _ = advantages(
         data["values"],
@@ -130,7 +130,6 @@ def run_sao(data: dict[str, np.ndarray], offsets: tuple[np.ndarray, np.ndarray],
         lambda_policy=LAMBDA,
         lambda_critic=1.0,
         cross_segment=mode,  # type: ignore[arg-type]
-        threads=threads,
     )
     return out
 
@@ -153,9 +152,8 @@ def main() -> None:
             "torch loop": partial(run_torch, data, [torch.from_numpy(array) for array in arrays]),
             "numpy loop": partial(run_numpy, data, arrays),
             "numba": partial(run_numba, data),
-            "sao": partial(run_sao, data, cut(data, 1), "paper", 1),
-            "sao, 4 segments, chained": partial(run_sao, data, cut(data, 4), "chained", 1),
-            "sao, 2 threads": partial(run_sao, data, cut(data, 1), "paper", 2),
+            "sao": partial(run_sao, data, cut(data, 1), "paper"),
+            "sao, 4 segments, chained": partial(run_sao, data, cut(data, 4), "chained"),
         }
         want = run_numba(data)
         for kind, call in runs.items():
@@ -166,7 +164,7 @@ def main() -> None:
             error = float(np.abs(call() - want)[mask].max())
             rows.append([name, kind, time_s * 1e3, tokens / time_s / 1e6, error])
     columns = ["batch", "how", "ms (median)", "M tokens/s", "max difference"]
-    report("gae", columns, rows, "one thread each, unless two are named")
+    report("gae", columns, rows, "one thread each")
 
 
 if __name__ == "__main__":

@@ -23,8 +23,6 @@ _EXPORTS = {
     "summary": "sao._core",
     "Admission": "sao._core",
     "VersionClock": "sao._core",
-    "StreamPacker": "sao._core",
-    "gather_rows": "sao._core",
     "pack": "sao._core",
     "plan": "sao._core",
     "token_lags": "sao._core",

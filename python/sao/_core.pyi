@@ -53,39 +53,6 @@ def pack(lengths: NDArray[np.int64], capacity: int) -> tuple[NDArray[np.int64], 
     """
 
 @final
-class StreamPacker:
-    """Packs items as they come: best fit over at most `open_bins` open bins of `capacity`, deterministic.
-
-    A bin is closed when it is full, or as the fullest when an item fits into none and no more may be opened. Items are
-    numbered from 0 as they are added. Raises `ValidationError` for a capacity or a number of bins below 1.
-    """
-
-    def __new__(cls, capacity: int, open_bins: int = 64) -> StreamPacker: ...
-    def add(self, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The bins that these items close, as `pack` gives them: (order, offsets). Raises `ValidationError` naming the
-        first length that is not in 1..capacity; nothing was added then."""
-
-    def finish(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Closes the bins that are open, oldest first."""
-
-def gather_rows(
-    arrays: Sequence[NDArray[Any]],
-    rows: NDArray[np.int64],
-    positions: NDArray[np.int64],
-    out: NDArray[Any],
-    *,
-    fill: NDArray[Any] | None = None,
-    threads: int = 1,
-) -> None:
-    """Copies 1-D `arrays` into `out` [rows, width]: array i to row rows[i] from positions[i] on, `fill` elsewhere.
-
-    `out` may lie in pinned or shared memory (anything contiguous with the buffer protocol: NumPy over it, or a tensor's
-    `.numpy()`); nothing is allocated. All have its dtype, `fill` (of one element; default zero bytes) too. The rows are
-    shared among `threads`, without the GIL. Raises `ValidationError` naming the first array that does not fit, overlaps
-    another or has another dtype; nothing was written then.
-    """
-
-@final
 class Plan:
     """Where every segment of a learner step goes. `position` is its first token inside the row."""
 
@@ -150,7 +117,6 @@ def advantages(
     skip_observations: bool = True,
     bootstrap: NDArray[np.float32] | None = None,
     turn_rewards: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None,
-    threads: int = 1,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float64]]:
     """(advantages, targets, lambdas); documented at `sao.advantages`."""
 
@@ -184,13 +150,8 @@ class Buffer:
         Raises as `put`, and `ValidationError` when a rule of the trajectory is broken.
         """
 
-    def put_object(
-        self, object: Any, bytes: int = 0, min_version: int = 0, timeout_s: float | None = None, *, task: int = -1
-    ) -> int:
-        """Keeps a reference to any object, counted as `bytes`; returns how many the policy dropped for it."""
-
     def drain(self, n: int, timeout_s: float | None = None) -> list[Any]:
-        """As `take`, committed at once: the objects, or (header, payload, *sidecars) views of what was copied in."""
+        """As `take`, committed at once: (header, payload, *sidecars) of each, as views."""
 
     def take(self, n: int, timeout_s: float | None = None) -> list[Lease]:
         """Leases `n` in order of completion, all or none. Raises `DeadlineError`, `ClosedError`, `ValidationError`."""
@@ -258,10 +219,6 @@ class Lease:
     def payload(self) -> View: ...
     @property
     def sidecars(self) -> list[View]: ...
-    @property
-    def object(self) -> Any:
-        """What was put in by reference (header and payload are empty then), else None."""
-
     def commit(self) -> None: ...
     def give_back(self) -> None: ...
 
@@ -284,100 +241,21 @@ class Waiter:
     ) -> list[bytes] | None:
         """Headers of those that the policy dropped for it; None when there is no room yet. Raises as `Buffer.put`."""
 
-    def put_object(self, object: Any, min_version: int, *, task: int = -1) -> list[bytes] | None:
-        """As `put`, by reference, counted as the bytes that were announced."""
-
     def close(self) -> None:
         """Leaves the queue; so does dropping it."""
 
 @final
 class View:
-    """Read-only bytes (buffer protocol and DLPack, 64-byte aligned) in the buffer's memory, kept by whoever views them.
+    """Read-only bytes (buffer protocol, 64-byte aligned) in the buffer's memory, kept by whoever views them.
 
     A view, or anything made from it without a copy, keeps its memory; it is never used for anything else meanwhile.
     """
 
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
-    def __dlpack__(self, **options: Any) -> Any:
-        """As NumPy's of a read-only uint8 array: needs a consumer that knows read-only tensors (`max_version` 1.0)."""
-
-    def __dlpack_device__(self) -> tuple[int, int]: ...
-
-# Shared memory between processes; used through `sao.transport.shared`, which makes and watches the sockets
-
-def shared_bytes(capacity: int) -> int:
-    """Size of the memory for `capacity` bytes of data. Raises `ValidationError` unless these are whole pages."""
-
-@final
-class SharedWriter:
-    """The sending end of one memory, for one thread. Takes the connected `socket` over; maps the memfd `memory`."""
-
-    def __new__(cls, memory: int, socket: int, capacity: int) -> SharedWriter: ...
-    def send(self, header: BytesLike, payload: BytesLike) -> bool:
-        """Copies both in, publishes them, and rings if the receiver sleeps. False: no room; the receiver will ring.
-
-        Raises `ValidationError` for what can never fit, `TransportError` for a receiver that lies, `ClosedError`.
-        """
-
-    def unreleased(self) -> int:
-        """Payloads that are not released. Unless none, the receiver will ring when all are."""
-
-    def hear(self) -> None:
-        """Takes what was rung from the socket, and notes its end. Never waits."""
-
-    @property
-    def gone(self) -> bool: ...
-    def fileno(self) -> int: ...
-    def close(self) -> None:
-        """Ends the line and gives the memory up; waits for a copy that another thread makes."""
-
-@final
-class SharedReaders:
-    """The receiving ends of any number of senders. Never waits.
-
-    `epoll`: descriptor of the epoll with which the caller registers their sockets; what is closed is taken out of it.
-    """
-
-    def __new__(cls, epoll: int) -> SharedReaders: ...
-    def add(self, memory: int, socket: int, capacity: int) -> None:
-        """A sender: maps its memory, takes `socket` over. Raises `TransportError` for any other memory."""
-
-    def take(self) -> SharedPayload | None:
-        """The next payload of the senders in turn. None: nothing there, or time to look at the sockets.
-
-        Raises `TransportError` for a sender that lies; it is dropped.
-        """
-
-    def doze(self) -> bool:
-        """True: nothing to take, and whoever publishes something from now on rings. Drops senders that are gone."""
-
-    def hear(self, socket: int) -> None:
-        """As `SharedWriter.hear`, of the sender with this socket."""
-
-    def __len__(self) -> int:
-        """Senders, with those that are gone and not empty."""
-
-    def close(self) -> None: ...
-
-@final
-class SharedPayload:
-    """A payload where its sender wrote it; the sender may use the place again when nobody views it any more.
-
-    `release` lets go of `payload`: it must not be used from here on. Views made from it without a copy keep the place,
-    and `BufferError` is raised while something else, such as an array, was made from `payload` itself. A second call
-    does nothing.
-    """
-
-    header: bytes
-    payload: memoryview
-    def release(self) -> None: ...
-    def __enter__(self) -> SharedPayload: ...
-    def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None: ...
 
 # Trajectories as bytes
 
-WIRE_FORMATS: tuple[int, ...]
 MAX_PAYLOAD_BYTES: int
 MAX_SEGMENTS: int
 MAX_HEADER_BYTES: int

@@ -214,18 +214,12 @@ def encode(trajectory: Trajectory) -> tuple[bytes, bytes]:
     return _core.encode(trajectory)
 
 
-def encode_frames(
-    trajectory: Trajectory, formats: Sequence[int] = _core.WIRE_FORMATS
-) -> tuple[bytes | memoryview, ...]:
+def encode_frames(trajectory: Trajectory) -> tuple[bytes | memoryview, ...]:
     """Header, payload and one frame for each sidecar, which is not copied: what a socket sends as one message.
 
-    `formats`: what the reader reads (see `common_formats`). Raises `ValidationError` as `encode`, and for sidecars that
-    the reader does not know.
+    Raises `ValidationError` as `encode`.
     """
     frames = encode(trajectory)  # what is no trajectory is refused here
-    needed = 2 if trajectory.sidecars else 1
-    if needed not in formats:
-        raise ValidationError(f"sidecars: need format {needed}, the reader reads {sorted(formats)}")
     return (*frames, *(array.reshape(-1).view(np.uint8).data for array in trajectory.sidecars.values()))
 
 
@@ -242,14 +236,6 @@ def split_frames(frames: Sequence[Any]) -> list[tuple[Any, ...]]:
         found.append(tuple(frames[at:end]))
         at = end
     return found
-
-
-def common_formats(theirs: Sequence[int]) -> tuple[int, ...]:
-    """The formats that this build and a peer's read. Raises `WireError` when there is none."""
-    common = tuple(sorted(set(_core.WIRE_FORMATS) & set(theirs)))
-    if not common:
-        raise WireError(f"formats: the peer reads {sorted(theirs)}, this build {list(_core.WIRE_FORMATS)}")
-    return common
 
 
 def decode(

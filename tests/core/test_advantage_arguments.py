@@ -52,8 +52,6 @@ def arguments(**changed: Any) -> dict[str, Any]:
         ({"lambda_policy": 1.5}, "lambda_policy: 1.5 is not"),
         ({"lambda_policy": math.nan}, "lambda_policy: NaN is not"),
         ({"lambda_alpha": 0.0}, "lambda_alpha: 0 is not"),
-        ({"threads": 0}, "threads: 0 must be"),
-        ({"threads": -1}, "threads: -1 must be"),
         ({"lambda_critic": -0.1}, "lambda_critic: -0.1 is not"),
         ({"cross_segment": "chain"}, 'cross_segment: "chain" is not'),
         ({"turn_rewards": ([0], [1.0])}, r"turn_rewards\[0\]: position 0 is not an action token"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import signal
 from typing import Any
 
 import numpy as np
@@ -401,42 +399,6 @@ def test_a_trajectory_without_actions_takes_no_part() -> None:
     assert adv[:2] == tgt[:2] == [[0, 0], [0]] == adv[3:] == tgt[3:]
     assert adv[2] == run([busy], [1.0])[0][0]
     assert np.isnan(lambdas).tolist() == [True, False, True, True]
-
-
-def test_threads_change_no_bit() -> None:
-    rng = np.random.default_rng(3)
-    lengths = rng.integers(0, 9000, 60)
-    cuts = np.cumsum([0, *lengths])
-    n = int(cuts[-1])
-    arguments = (
-        rng.standard_normal(n).astype(np.float32),
-        rng.random(n) < 0.4,
-        cuts,
-        np.array([0, 1, 1, 5, 30, 31, 60]),
-        rng.standard_normal(6).astype(np.float32),
-    )
-    want = advantages(*arguments, threads=1)
-    for threads in (2, 3, 7, 64):
-        for a, b in zip(want, advantages(*arguments, threads=threads), strict=True):
-            np.testing.assert_array_equal(a, b)
-
-
-def test_threads_work_on_in_a_forked_process() -> None:
-    n = 300_000
-    rng = np.random.default_rng(4)
-    cuts = np.arange(0, n + 1, n // 30)
-    arguments = (rng.standard_normal(n).astype(np.float32), rng.random(n) < 0.5, cuts, np.arange(31), np.ones(30))
-    want = advantages(*arguments, threads=2)
-    child = os.fork()
-    if not child:
-        signal.alarm(20)  # kills it if it waits for threads that are not there
-        same = all(
-            np.array_equal(a, b)
-            for _ in range(50)
-            for a, b in zip(want, advantages(*arguments, threads=2), strict=True)
-        )
-        os._exit(0 if same else 1)
-    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_long_sequences_do_not_drift() -> None:

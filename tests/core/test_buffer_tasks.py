@@ -50,9 +50,8 @@ def test_those_of_certain_tasks_in_the_order_asked() -> None:
     assert numbers(buffer.take(5, 0.0)) == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("by_reference", [False, True])
-def test_trajectories_are_found_by_their_ordinal(by_reference: bool) -> None:
-    with TrajectoryBuffer(8, 1 << 20, by_reference=by_reference) as buffer:
+def test_trajectories_are_found_by_their_ordinal() -> None:
+    with TrajectoryBuffer(8, 1 << 20) as buffer:
 
         async def fill() -> None:
             for ordinal in (4, 7):

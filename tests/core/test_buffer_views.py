@@ -1,4 +1,4 @@
-"""Views own their memory: NumPy arrays, torch tensors and DLPack tensors of what was taken, under churn."""
+"""Views own their memory: NumPy arrays and torch tensors of what was taken, under churn."""
 
 from __future__ import annotations
 
@@ -18,32 +18,11 @@ from sao.measure.workloads import trajectory
 SIZE = 70_000  # large enough that its memory is kept for the next one
 
 
-def test_a_view_is_a_dlpack_tensor_over_the_same_memory() -> None:
-    buffer = _core.Buffer(4, 1 << 20)
-    buffer.put(b"h", bytes(range(256)), min_version=0)
-    [lease] = buffer.take(1)
-    assert lease.payload.__dlpack_device__() == (1, 0)
-    array = np.from_dlpack(lease.payload)  # type: ignore[arg-type]
-    assert not array.flags.writeable
-    assert array.ctypes.data == np.frombuffer(lease.payload, np.uint8).ctypes.data
-    np.testing.assert_array_equal(array, np.arange(256, dtype=np.uint8))
-    with pytest.raises(BufferError):
-        lease.payload.__dlpack__()  # a consumer that cannot know it is read-only
-    lease.commit()
-    assert buffer.stats()["bytes"] == 257
-    del lease
-    gc.collect()
-    assert buffer.stats()["bytes"] == 257, "the array keeps it"
-    del array
-    assert buffer.stats()["bytes"] == 0
-
-
 def views(lease: _core.Lease, chance: random.Random) -> object:
     payload = lease.payload
     kinds = [
         lambda: np.frombuffer(payload, np.uint8),
         lambda: np.frombuffer(payload, np.int32)[3:-3],
-        lambda: np.from_dlpack(payload)[5:],
         lambda: memoryview(payload)[7:],
         lambda: torch.from_numpy(np.frombuffer(payload, np.uint8)),
         lambda: np.asarray(memoryview(payload))[::3],

@@ -97,7 +97,7 @@ def test_junk_gives_an_ordinary_exception(name: str, call: Callable[..., Any], t
         keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     except ValueError:
         keywords = []
-    keywords = keywords or ["min_version", "timeout_s", "max_bytes", "threads", "gamma", "cross_segment"]
+    keywords = keywords or ["min_version", "timeout_s", "max_bytes", "gamma", "cross_segment"]
     cases: list[tuple[list[Any], dict[str, Any]]] = [([], {}), *(([junk], {}) for junk in JUNK)]
     for _ in range(400):
         positional = [chance.choice(JUNK) for _ in range(chance.randrange(8))]
@@ -142,7 +142,7 @@ def test_right_types_with_senseless_numbers(entry: str) -> None:
             else:
                 k = int(chance.integers(1, 4))
                 options = {"gamma": float(floats(1)[0]), "lambda_policy": 0.5, "lambda_alpha": float(floats(1)[0])}
-                options |= {"lambda_critic": 1.0, "threads": int(chance.choice([0, 1, 3]))}
+                options |= {"lambda_critic": 1.0}
                 turns = (longs(2), floats(2)) if chance.random() < 0.3 else None
                 offsets = longs(k + 1) if chance.random() < 0.7 else np.linspace(0, n, k + 1).astype(np.int64)
                 _core.advantages(floats(n), mask, offsets, longs(2), floats(1), turn_rewards=turns, **options)

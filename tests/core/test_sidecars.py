@@ -1,4 +1,4 @@
-"""Sidecars: frames of their own, by reference, checked like everything else; and formats that peers agree on."""
+"""Sidecars: frames of their own, by reference, checked like everything else."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from sao import Trajectory, TrajectoryBuffer, _core, decode, encode, encode_frames, summary
+from sao import Trajectory, TrajectoryBuffer, decode, encode, encode_frames, summary
 from sao.errors import ValidationError, WireError
 from sao.measure.workloads import trajectory
-from sao.trajectory import common_formats
 
 DTYPES = st.sampled_from(["bool", "u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8"]).map(np.dtype)
 ARRAYS = DTYPES.flatmap(
@@ -48,12 +47,9 @@ def test_nothing_is_copied_on_the_way_out_or_in() -> None:
     assert got.sidecars["image"].ctypes.data == np.frombuffer(frame, np.uint8).ctypes.data
 
 
-def test_without_sidecars_the_bytes_are_those_of_format_1() -> None:
-    header, _ = encode(trajectory(20))
-    assert b"\xa6format\x01" in header and b"sidecars" not in header
-    assert b"\xa6format\x02" in encode(with_sidecars())[0]
+def test_a_header_names_them_and_their_sizes() -> None:
     assert summary(encode(with_sidecars())[0])["sidecars"] == {"experts": 60, "image": 192}
-    assert summary(header)["sidecars"] == {}
+    assert summary(encode(trajectory(20))[0])["sidecars"] == {}
 
 
 def test_a_writable_array_is_copied_and_byte_order_is_that_of_the_wire() -> None:
@@ -110,10 +106,9 @@ def test_no_flipped_bit_passes(data: st.DataObject) -> None:
         decode(*map(bytes, frames[:2]), sidecars=[bytes(frame) for frame in frames[2:]])
 
 
-@pytest.mark.parametrize("by_reference", [False, True])
-def test_a_buffer_keeps_them_and_counts_their_bytes(by_reference: bool) -> None:
+def test_a_buffer_keeps_them_and_counts_their_bytes() -> None:
     rollout = with_sidecars()
-    buffer = TrajectoryBuffer(4, 1 << 20, by_reference=by_reference)
+    buffer = TrajectoryBuffer(4, 1 << 20)
 
     async def put() -> None:
         await buffer.put_async(rollout, timeout_s=5)
@@ -131,13 +126,3 @@ def test_a_buffer_keeps_them_and_counts_their_bytes(by_reference: bool) -> None:
     del held, drained, got
     buffer.close()
     np.testing.assert_array_equal(image, rollout.sidecars["image"])
-
-
-def test_peers_agree_on_formats() -> None:
-    assert common_formats([1, 2, 9]) == (1, 2) == _core.WIRE_FORMATS
-    assert common_formats([1]) == (1,)
-    with pytest.raises(WireError, match=r"formats: the peer reads \[7\], this build \[1, 2\]"):
-        common_formats([7])
-    assert len(encode_frames(trajectory(9), [1])) == 2
-    with pytest.raises(ValidationError, match=r"sidecars: need format 2, the reader reads \[1\]"):
-        encode_frames(with_sidecars(), [1])

@@ -246,7 +246,7 @@ def test_sizes_and_formats_are_named():
     with pytest.raises(WireError, match=r"header: 2000000 bytes, at most 1048576"):
         decode(b"\0" * 2_000_000, payload)
     fields = msgpack.unpackb(header, strict_map_key=False)
-    with pytest.raises(WireError, match="format: 3, this build reads 1 and 2"):
+    with pytest.raises(WireError, match="format: 3, this build reads 1"):
         decode(msgpack.packb({**fields, "format": 3}), payload)
     for foreign in (b"", b"\x80", b"{}", b"hello", msgpack.packb({"magic": "other"}), msgpack.packb([1, 2])):
         with pytest.raises(WireError, match="not a trajectory of sao"):
@@ -341,7 +341,7 @@ def frames(count, rng):
             yield rng.randbytes(rng.randrange(600)), False
         else:
             at = rng.randrange(48, len(header))
-            junk = rng.choice(lengths) + b"\xff\xff\xff\xf0" if case % 2 else rng.randbytes(rng.randrange(1, 40))
+            junk = rng.choice(lengths) + b"\xff\xff\xff\xf0" if case % 2 else rng.randbytes(rng.randrange(4, 40))
             changed = header[:at] + junk + header[at + len(junk) :]
             sealed = case % 50 == 4
             yield reseal(changed) if sealed else changed, sealed

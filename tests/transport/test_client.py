@@ -263,11 +263,11 @@ def test_a_refusal_that_repeats_a_long_greeting_is_cut_and_the_others_go_on() ->
     with serving() as server:
 
         def refuse(peer: Any) -> dict[str, Any]:
-            raise WireError(f"hello.formats: expected a list of integers, got {peer.hello['formats']!r}")
+            raise WireError(f"hello.tasks: expected a list, got {peer.hello['tasks']!r}")
 
         server.actor.mailbox._on_join = refuse
         with client_of(server) as client, pytest.raises(WireError, match=r"got \[False, False, ") as raised:
-            client.connect(5, formats=[False] * 900_000)  # a byte each as sent, seven as text
+            client.connect(5, tasks=[False] * 900_000)  # a byte each as sent, seven as text
         assert len(str(raised.value)) == 4096
         server.actor.mailbox._on_join = server._join
         with client_of(server) as client:

@@ -51,13 +51,11 @@ def advantages(
     skip_observations: bool = True,
     bootstrap: Any = None,
     turn_rewards: tuple[Any, Any] | None = None,
-    threads: int = 1,
 ) -> tuple[Array, Array, npt.NDArray[np.float64]]:
     """Advantages and critic targets of every action token; see the module for the equations.
 
     The n tokens of all segments of all trajectories lie one after another. Arguments are NumPy arrays, sequences or
-    torch tensors; floats are taken as float32, offsets as int64. If `values` is a tensor on another device than the CPU
-    it is computed there (`sao.algorithms.advantage_torch`), and the lambdas are a tensor too.
+    torch tensors on the CPU; floats are taken as float32, offsets as int64.
 
     Args:
         values: float [n], critic values; read at action tokens only, so anything may stand elsewhere.
@@ -74,8 +72,6 @@ def advantages(
             (naive GAE, for ablations); the values there are read then. L and N still count action tokens.
         bootstrap: float [t], value after the last action token of each trajectory (0 unless truncated), or None.
         turn_rewards: (integer [m] indices into the n tokens, float [m] rewards), each at an action token.
-        threads: threads to share the trajectories; at most one for each CPU and for each 100,000 tokens are used. The
-            results are the same to the bit. One thread does more than 600 million tokens a second.
 
     Returns:
         advantages float32 [n], targets float32 [n] (both 0 where the mask is false; torch tensors if `values` is one),
@@ -87,20 +83,6 @@ def advantages(
         TypeError: an argument has a dtype, shape or device that cannot be taken.
     """
     as_torch = type(values).__module__.partition(".")[0] == "torch"
-    if as_torch and values.device.type not in ("cpu", "meta"):  # type: ignore[attr-defined]
-        from sao.algorithms.advantage_torch import advantages_torch
-
-        return advantages_torch(  # type: ignore[return-value]
-            *(values, action_mask, segment_offsets, trajectory_offsets, rewards),  # type: ignore[arg-type]
-            gamma=gamma,
-            lambda_policy=lambda_policy,
-            lambda_alpha=lambda_alpha,
-            lambda_critic=lambda_critic,
-            cross_segment=cross_segment,
-            skip_observations=skip_observations,
-            bootstrap=bootstrap,
-            turn_rewards=turn_rewards,
-        )
     out, targets, lambdas = _core.advantages(
         _array("values", values, np.float32),
         _mask(action_mask),
@@ -120,7 +102,6 @@ def advantages(
             _array("turn_rewards[0]", turn_rewards[0], np.int64),
             _array("turn_rewards[1]", turn_rewards[1], np.float32),
         ),
-        threads=threads,
     )
     if as_torch:
         torch = sys.modules["torch"]

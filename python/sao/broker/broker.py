@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sao import _core
-from sao.broker import formats, recovery, report
+from sao.broker import recovery, report
 from sao.broker.ledger_file import LedgerFile
 from sao.broker.memory import Memory, last_line, open_log
 from sao.broker.state import State
@@ -283,19 +283,18 @@ class Broker:
         if peer.role not in ROLES:
             raise TransportError(f"role {peer.role!r} is unknown, expected one of {', '.join(ROLES)}")
         now = time.monotonic()
-        common = formats.of(peer.hello) if peer.role in WORKERS else formats.OURS
         if peer.role == "learner":
             others = [other for other in self._of("learner") if other is not peer]
             if others:
                 raise TransportError(f"learner {others[0].name} is here already: a run has one learner")
-            self.state.learner_joined(peer.hello, common)
+            self.state.learner_joined(peer.hello)
         elif peer.role == "generator":
             if not all(_is_task(task) for task in peer.hello.get("tasks", [])):
                 raise WireError("hello.tasks: expected a list of [ordinal, attempt]")
-            self.state.generator_joined(peer.name, now, common)
+            self.state.generator_joined(peer.name, now)
         log.info("%s %s incarnation %d joined", peer.role, peer.name, peer.incarnation)
         self.actor.call(lambda: self._joined(peer))  # after the welcome has been sent
-        return {**self.state.welcome(), "formats": [number for number in common if number in self.state.formats]}
+        return self.state.welcome()
 
     def _joined(self, peer: Peer) -> None:
         if peer.role == "supervisor":

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
-from sao.broker.formats import WITH_SIDECARS
 from sao.broker.versions import Versions
 from sao.errors import TransportError
 
 FAILED: Final = "failed"
 
 
-def fault(
-    facts: dict[str, Any], n_bytes: int, max_bytes: int, versions: Versions, formats: Sequence[int]
-) -> tuple[str, str]:
+def fault(facts: dict[str, Any], n_bytes: int, max_bytes: int, versions: Versions) -> tuple[str, str]:
     """Why the trajectory with the header `facts` cannot be trained on, as a reason code (`FAILED`: the rollout itself
     says so), and what a user should be told; both empty when it can.
     """
@@ -22,8 +18,6 @@ def fault(
         return FAILED, ""
     if n_bytes > max_bytes:
         return "larger_than_buffer", ""
-    if facts["sidecars"] and WITH_SIDECARS not in formats:
-        return "unreadable_format", f"a trajectory of format {WITH_SIDECARS}, the learner reads {list(formats)}"
     if facts["max_version"] > versions.current:
         return "future_version", f"tokens of version {facts['max_version']}, which is not published"
     try:

@@ -36,7 +36,6 @@ def note_of(state: State, line: int) -> dict[str, Any]:
         "eval_rounds": rounds,
         "eval_due": due,
         "shown": state.shown,
-        "formats": list(state.formats),
         "ending": state.ending,
         "done": state.done,
     }
@@ -83,7 +82,6 @@ def _take_over(state: State, note: dict[str, Any], now: float) -> None:
     state.learner_back_by = now + state.config.transport.outage_s
     state.last_evaluated, state.shown = note["last_evaluated"], note["shown"]
     state.ending, state.done = note["ending"], note["done"]
-    state.formats = tuple(note.get("formats", state.formats))
     if state.shown:  # the broker before this one may have been killed before it could
         state.wire.to_supervisor("step", state.shown)
     if state.done is None:

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from sao import _core
-from sao.broker import dispatch, formats, intake, leases, recovery, report, wal
+from sao.broker import dispatch, intake, leases, recovery, report, wal
 from sao.broker.evals import EvalRounds
 from sao.broker.groups import INCOMPLETE, Groups
 from sao.broker.memory import Memory
@@ -71,16 +71,15 @@ class State:
         """When what the learner holds is given back, unless it is heard again."""
         self.missing: set[str] = set()  # generators of an earlier broker, to join again until `missing_until`
         self.missing_until = now
-        self.formats = formats.OURS  # that the learner reads
         recovery.restore(self, now)
         for task in self.groups.broken():
             self.book.drop(task, None, INCOMPLETE, task.sampled_tokens)
 
     # -- generators
 
-    def generator_joined(self, name: str, now: float, writes: tuple[int, ...] = formats.OURS) -> None:
-        """A generator is here; it gets tasks when it states free slots. `writes`: formats of trajectories."""
-        self.pool.by_name[name] = Generator(name, writes)
+    def generator_joined(self, name: str, now: float) -> None:
+        """A generator is here; it gets tasks when it states free slots."""
+        self.pool.by_name[name] = Generator(name)
 
     def generator_left(self, name: str, reason: str, now: float) -> None:
         """A generator is gone: its tasks are started again elsewhere, late answers are fenced by the attempt."""
@@ -139,7 +138,7 @@ class State:
         generator = self.pool.by_name.get(name)
         n_bytes = sum(memoryview(frame).nbytes for frame in frames)
         most = min(self.store.max_bytes, wal.MAX_BODY_BYTES)
-        fault, text = intake.fault(facts, n_bytes, most, self.versions, self.formats)
+        fault, text = intake.fault(facts, n_bytes, most, self.versions)
         if text:
             self.event("error", f"generator {name}: {text}")
         if fault:
@@ -197,9 +196,9 @@ class State:
 
     # -- learner
 
-    def learner_joined(self, hello: dict[str, Any], reads: tuple[int, ...] = formats.OURS) -> None:
+    def learner_joined(self, hello: dict[str, Any]) -> None:
         """The learner is here. `step` and `weights` in its greeting: where it continues, and its weights if they are
-        newer. `reads`: formats of trajectories.
+        newer.
         """
         session, self.learner_back_by = hello.get("session", ""), None
         if session and session == self.learner_session:
@@ -207,7 +206,6 @@ class State:
         step, weights = hello.get("step", self.step), hello.get("weights")
         if step != self.step:  # what was trained in the steps between would be in the books and in no weights
             raise TransportError(f"the learner continues after step {step}, the run after step {self.step}")
-        formats.learner_joined(self, reads)
         for lease in sorted(self.leases, reverse=True):
             leases.give_back(self, lease)
         self.learner_session = session

@@ -50,7 +50,6 @@ class Task:
     sampled_tokens: int = 0
     min_version: int = 0
     max_version: int = 0
-    n_sidecars: int = 0
 
 
 @dataclass(slots=True)
@@ -58,7 +57,6 @@ class Generator:
     """One joined generator: its free slots, what it works on, its last report."""
 
     name: str
-    formats: tuple[int, ...] = (1,)  # of trajectories, that it can write
     free: int = 0
     sent: int = 0
     train: set[int] = field(default_factory=set)
@@ -173,7 +171,6 @@ class TaskBook:
         """Takes what a trajectory's header says of its tokens."""
         task.n_tokens, task.sampled_tokens = facts["n_tokens"], facts["n_actions"]
         task.min_version, task.max_version = facts["min_version"], facts["max_version"]
-        task.n_sidecars = len(facts["sidecars"])
 
     @property
     def n_queued(self) -> int:

@@ -1,11 +1,10 @@
 """A bounded buffer of finished trajectories between threads of one process.
 
 Memory is bounded in bytes: room is reserved before a trajectory is copied in, and given back when its memory is freed.
-What goes in is checked and encoded into the buffer's memory; what comes out are read-only views of that copy. (With
-`by_reference` nothing is copied: the objects themselves are kept.) A trajectory taken out is *held*:
-it must be committed (it was trained) or given back (it goes back to its place), and one that is dropped without either
-is given back. Waiting calls park, keep their order and notice signals; the last resort against waiting too long is the
-deadline that each takes.
+What goes in is checked and encoded into the buffer's memory; what comes out are read-only views of that copy. A
+trajectory taken out is *held*: it must be committed (it was trained) or given back (it goes back to its place), and
+one that is dropped without either is given back. Waiting calls park, keep their order and notice signals; the last
+resort against waiting too long is the deadline that each takes.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class Held:
     def __init__(self, lease: _core.Lease) -> None:
         self._lease = lease
         self._settled = False
-        kept = lease.object
-        self.trajectory: Trajectory = _decoded(lease) if kept is None else kept
+        self.trajectory = decode(lease.header, lease.payload, sidecars=lease.sidecars)
 
     @property
     def sequence(self) -> int:
@@ -78,8 +76,6 @@ class TrajectoryBuffer:
         policy: what `put` does when there is no room: `block` waits, `reject` raises `FullError`, `drop_oldest` drops
             the first in order, `drop_stalest` the one with the oldest policy version. Held trajectories are never
             dropped; when nothing else is left the dropping policies wait.
-        by_reference: keep the trajectories that are put in, not copies of them, and hand out the same objects. Counted
-            as the bytes of their arrays, as long as they are in the buffer or held. They must not be changed.
 
     Raises `ValidationError` for a limit below 1 or an unknown policy.
     """
@@ -89,11 +85,8 @@ class TrajectoryBuffer:
         max_trajectories: int,
         max_bytes: int,
         policy: Literal["block", "reject", "drop_oldest", "drop_stalest"] = "block",
-        *,
-        by_reference: bool = False,
     ) -> None:
         self._core = _core.Buffer(max_trajectories, max_bytes, policy)
-        self._by_reference = by_reference
 
     def put(self, trajectory: Trajectory, timeout_s: float | None = None) -> int:
         """Puts `trajectory` in; returns how many the policy dropped for it.
@@ -101,10 +94,7 @@ class TrajectoryBuffer:
         Waits up to `timeout_s` seconds (None: without end) for room. Raises `DeadlineError`, `FullError` (policy
         `reject`), `ClosedError`, and at once `ValidationError` for one that can never fit.
         """
-        if not self._by_reference:
-            return self._core.put_trajectory(trajectory, timeout_s)
-        size, oldest = _array_bytes(trajectory), _oldest(trajectory)
-        return self._core.put_object(trajectory, size, oldest, timeout_s, task=trajectory.task_ordinal)
+        return self._core.put_trajectory(trajectory, timeout_s)
 
     def take(self, n: int, timeout_s: float | None = None) -> list[Held]:
         """The next `n` trajectories, all of them or none.
@@ -136,22 +126,16 @@ class TrajectoryBuffer:
 
     def drain(self, n: int, timeout_s: float | None = None) -> list[Trajectory]:
         """As `take`, committed at once: for consumers that need not be able to give anything back."""
-        taken = self._core.drain(n, timeout_s)
-        return taken if self._by_reference else [decode(*parts[:2], sidecars=parts[2:]) for parts in taken]
+        return [decode(*parts[:2], sidecars=parts[2:]) for parts in self._core.drain(n, timeout_s)]
 
     async def put_async(self, trajectory: Trajectory, timeout_s: float | None = None) -> int:
         """As `put`, for coroutines: the event loop goes on while it waits, and no thread waits for it."""
-        if self._by_reference:
-            size, version = _array_bytes(trajectory), _oldest(trajectory)
-            waiter = self._core.wait_to_put(size)
-            attempt = lambda: waiter.put_object(trajectory, version, task=trajectory.task_ordinal)  # noqa: E731
-        else:
-            header, payload, *sidecars = encode_frames(trajectory)
-            version = _oldest(trajectory)
-            size = sum(len(frame) for frame in (header, payload, *sidecars))
-            waiter = self._core.wait_to_put(size)
-            task = trajectory.task_ordinal
-            attempt = lambda: waiter.put(header, payload, version, sidecars, task=task)  # noqa: E731
+        header, payload, *sidecars = encode_frames(trajectory)
+        sampled = any(len(segment.version_spans) for segment in trajectory.segments)
+        version = trajectory.min_version if sampled else 0
+        size = sum(len(frame) for frame in (header, payload, *sidecars))
+        waiter = self._core.wait_to_put(size)
+        attempt = lambda: waiter.put(header, payload, version, sidecars, task=trajectory.task_ordinal)  # noqa: E731
         return len(await _until(waiter, attempt, timeout_s, f"room for a trajectory of {size} bytes"))
 
     async def take_async(self, n: int, timeout_s: float | None = None) -> list[Held]:
@@ -202,22 +186,6 @@ class TrajectoryBuffer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _decoded(lease: _core.Lease) -> Trajectory:
-    return decode(lease.header, lease.payload, sidecars=lease.sidecars)
-
-
-def _array_bytes(trajectory: Trajectory) -> int:
-    if not isinstance(trajectory, Trajectory):
-        raise ValidationError(f"trajectory: {type(trajectory)} is not a sao.Trajectory")
-    columns = ("token_ids", "action_mask", "logprobs", "version_spans")
-    own = sum(getattr(segment, column).nbytes for segment in trajectory.segments for column in columns)
-    return own + sum(array.nbytes for array in trajectory.sidecars.values())
-
-
-def _oldest(trajectory: Trajectory) -> int:
-    return trajectory.min_version if any(len(segment.version_spans) for segment in trajectory.segments) else 0
 
 
 async def _until(

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sao import _core
 from sao.config import Config
 from sao.engines.base import Engine, Request, check_completion
 from sao.engines.seeds import derive_seed
@@ -88,7 +87,6 @@ class Generator:
         self._calls = asyncio.Semaphore(config.env.concurrency) if config.env.concurrency else None
         generator = config.generator
         self._load = LoadControl(generator.concurrency) if generator.load_control else None
-        self._formats: tuple[int, ...] = (1,)  # of trajectories, that the run's broker and learner read
         self._wanted: WeightsRef | None = None
         self._newer = asyncio.Event()
         self._stopped = asyncio.Event()
@@ -181,9 +179,7 @@ class Generator:
             in_loop(loop, self._rejoined, welcome)
 
         self._client = self._connect(on_push=pushed, on_lost=lost, on_greet=self._greet, on_rejoin=rejoined)
-        welcome = await asyncio.to_thread(self._client.connect, formats=list(_core.WIRE_FORMATS))
-        self._formats = tuple(welcome.get("formats", (1,)))
-        return welcome
+        return await asyncio.to_thread(self._client.connect)
 
     def _greet(self) -> dict[str, Any]:
         """What a broker should know that may not have been there when the episodes began."""
@@ -191,7 +187,7 @@ class Generator:
 
     def _rejoined(self, welcome: dict[str, Any]) -> None:
         """The broker was started again, or had given this generator up: episodes go on, it counts anew."""
-        self._received, self._formats = 0, tuple(welcome.get("formats", (1,)))
+        self._received = 0
         if welcome["version"] < self.engine.version:
             had, now = self.engine.version, welcome["version"]
             self._fail(WeightsError(f"weights of version {had} were taken back: the run goes on after version {now}"))
@@ -216,8 +212,6 @@ class Generator:
         elif message.kind == "version":
             self._wanted = WeightsRef.from_message(body)
             self._newer.set()
-        elif message.kind == "formats":
-            self._formats = tuple(body["formats"])
         elif message.kind == "cancel":
             for (_, ordinal, attempt), episode in self._episodes.items():
                 if (ordinal, attempt) == (body.get("ordinal"), body.get("attempt")):
@@ -343,7 +337,7 @@ class Generator:
             await self._ask("eval_result", body)
             return
         failpoint("generator.deliver")
-        reply = await self._ask("trajectory", {}, encode_frames(trajectory, self._formats))
+        reply = await self._ask("trajectory", {}, encode_frames(trajectory))
         if reply is not None and not reply.body.get("accepted", True):
             reason = reply.body.get("reason")
             log.info("task %d attempt %d: refused: %s", task.ordinal, task.attempt, reason)

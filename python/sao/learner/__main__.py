@@ -9,7 +9,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from sao import _core
 from sao.config import Config, load_resolved
 from sao.errors import ConfigError, Error
 from sao.storage import checkpoints
@@ -75,8 +74,7 @@ def main(argv: list[str] | None = None) -> int:
             log.info("continues from %s: step %d, version %d", checkpoint.path, learner.steps, learner.version)
         if client is not None:
             reference = weights.to_message() if weights else None
-            formats = list(_core.WIRE_FORMATS)
-            client.connect(deadline_s=_CONNECT_S, step=learner.steps, weights=reference, formats=formats)
+            client.connect(deadline_s=_CONNECT_S, step=learner.steps, weights=reference)
             joined = True
         if config.run.task == "pretrain_value":
             pretrain(config, learner, world, client, arguments.run_folder)

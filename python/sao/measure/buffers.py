@@ -1,8 +1,7 @@
-"""The buffer: what a put and a take cost, a new version over thousands held, and the longest stall of any call."""
+"""The buffer: what a put and a take cost, a new version over thousands held, and a take by task."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -24,8 +23,6 @@ def buffer(quick: bool) -> Iterator[Row]:
     yield from _retire_and_take(16_384, 8, 20 if quick else 100)
     for held in (2_048, 16_384, 50_000):
         yield from _take_by_task(held, 20 if quick else 200)
-    yield from _batches(0.3 if quick else 1.0)
-    yield from _stalls(5_000 if quick else 50_000, 1.0 if quick else 3.0)
 
 
 def _put_and_take(n: int, budget_s: float) -> Iterator[Row]:
@@ -132,92 +129,3 @@ def _take_by_task(held: int, repetitions: int) -> Iterator[Row]:
     for what, choose in takes.items():
         durations = np.array([measured(choose()) for _ in range(repetitions)])
         yield row(what, f"{held} held", "sao", durations, 1, "take", "" if what == "take 64" else "looks at every key")
-
-
-def _batches(budget_s: float) -> Iterator[Row]:
-    core, n = _core.Buffer(4096, 1 << 30), 1024
-    durations: list[float] = []
-    end = time.perf_counter() + budget_s
-    while time.perf_counter() < end:
-        for _ in range(n):
-            core.put(b"h", b"p", min_version=0)
-        begin = time.perf_counter_ns()
-        leases = core.take(n)
-        durations.append((time.perf_counter_ns() - begin) / 1e3)
-        for lease in leases:
-            lease.commit()
-    yield row("take in batches", f"{n} of 2 bytes", "sao", np.array(durations), n, "take")
-    durations = []
-    thing = object()
-    end = time.perf_counter() + budget_s
-    while time.perf_counter() < end:
-        for _ in range(n):
-            core.put_object(thing)
-        begin = time.perf_counter_ns()
-        core.drain(n)
-        durations.append((time.perf_counter_ns() - begin) / 1e3)
-    yield row("drain in batches", f"{n} references", "sao", np.array(durations), n, "take")
-
-
-def _stalls(held: int, seconds: float) -> Iterator[Row]:
-    """Each kind of call while another thread takes snapshots of all that is held over and over.
-
-    The machine itself stalls, so calls take turns with loops of about the same length that do nothing but look at the
-    clock: what hits one hits the other as often, and only the difference is the buffer's.
-    """
-    core, stop = _core.Buffer(held + 4096, 1 << 32), threading.Event()
-    for i in range(held):
-        core.put(b"h" * 16, b"p" * 64, min_version=i % 8)
-    snapshots_us: list[float] = []
-
-    def snapshots() -> None:
-        while not stop.is_set():
-            begin = time.perf_counter_ns()
-            core.columns()
-            snapshots_us.append((time.perf_counter_ns() - begin) / 1e3)
-
-    def put_take_commit() -> None:
-        core.put(b"h" * 16, b"p" * 64, min_version=8)
-        core.take(1)[0].commit()
-
-    calls: dict[str, Callable[[], object]] = {
-        "put, take and commit": put_take_commit,
-        "put": lambda: core.put(b"h" * 16, b"p" * 64, min_version=8),
-        "stats": core.stats,
-    }
-    for snapshot in (False, True):
-        thread = threading.Thread(target=snapshots)
-        if snapshot:
-            thread.start()
-        for what, call in calls.items():
-            size = f"{held} held" + (", snapshots running" if snapshot else "")
-            busy, idle = _beside_nothing(call, seconds / len(calls), 4000 if what == "put" else 200_000)
-            notes = [f"{(us > 1000).sum()} of {len(us)} above 1 ms" for us in (busy, idle)]
-            yield row(f"stall: {what}", size, "sao", busy, 1, "call", notes[0])
-            yield row("stall: nothing, in turns with it", size, "the machine", idle, 1, "call", notes[1])
-            if what == "put":
-                core.drain(4000)
-        if snapshot:
-            stop.set()
-            thread.join()
-            each = np.array(snapshots_us)
-            note = f"in {-(-held // 2048)} parts; under the lock only the copy of their numbers"
-            yield row("snapshot", f"{held} held", "sao", each, held, "entry", note)
-
-
-def _beside_nothing(call: Callable[[], object], seconds: float, at_most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Durations in microseconds of `call`, and of loops as long as its median that only look at the clock."""
-    clock = time.perf_counter_ns
-    length = int(np.median(times_us(call, 0.05, at_most=50)) * 1e3)
-    busy: list[int] = []
-    idle: list[int] = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end and len(busy) < at_most - 60:
-        begin = clock()
-        call()
-        middle = clock()
-        while clock() - middle < length:
-            pass
-        busy.append(middle - begin)
-        idle.append(clock() - middle)
-    return np.array(busy) / 1e3, np.array(idle) / 1e3

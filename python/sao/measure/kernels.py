@@ -53,7 +53,7 @@ def pack(quick: bool) -> Iterator[Row]:
 
 
 def advantage(quick: bool) -> Iterator[Row]:
-    """`sao.advantages`: small, dense and ragged multi-turn batches; one segment and four; one thread and two."""
+    """`sao.advantages`: small, dense and ragged multi-turn batches; one segment and four."""
     rng = np.random.default_rng(0)
     shapes = {
         "16 x 1024, multi-turn": (np.full(16, 1024), True),
@@ -67,11 +67,11 @@ def advantage(quick: bool) -> Iterator[Row]:
         values = rng.standard_normal(len(mask)).astype(np.float32)
         rewards = rng.standard_normal(len(lengths)).astype(np.float32)
         cuts = np.concatenate([[0], np.cumsum(lengths)])
-        for segments, threads in ((1, 1), (4, 1), (1, 2)):
+        for segments in (1, 4):
             inner = cuts[:-1, None] + np.diff(cuts)[:, None] * np.arange(segments) // segments
             offsets, first = np.append(inner.ravel(), cuts[-1]), np.arange(len(cuts)) * segments
 
-            def call(offsets: np.ndarray = offsets, first: np.ndarray = first, threads: int = threads) -> object:
+            def call(offsets: np.ndarray = offsets, first: np.ndarray = first) -> object:
                 return advantages(
                     values,  # noqa: B023
                     mask,  # noqa: B023
@@ -81,8 +81,7 @@ def advantage(quick: bool) -> Iterator[Row]:
                     gamma=0.999,
                     lambda_policy=0.95,
                     cross_segment="chained",
-                    threads=threads,
                 )
 
-            how = f"sao, {segments} segment{'s' * (segments > 1)}, {threads} thread{'s' * (threads > 1)}"
+            how = f"sao, {segments} segment{'s' * (segments > 1)}"
             yield row("advantages", size, how, times_us(call, 0.2 if quick else 1.0), len(mask), "token")

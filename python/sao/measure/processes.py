@@ -1,4 +1,4 @@
-"""From two producer processes to one consumer on this host: raw ZeroMQ frames, acknowledged messages, shared memory."""
+"""From two producer processes to one consumer on this host: raw ZeroMQ frames, and acknowledged messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from sao.measure.measure import Row, row
 from sao.transport.actor import Actor
 from sao.transport.client import Client
 from sao.transport.mailbox import Reply, Request
-from sao.transport.shared import SharedReceiver, SharedSender
 
 PRODUCERS = 2
 BYTES_PER_TOKEN = 9
@@ -34,16 +33,10 @@ def transport(quick: bool) -> Iterator[Row]:
     """Payloads a second at full speed, and one-way latency when one comes every 3 ms."""
     for tokens in (1_000, 32_768, 200_000):
         size = tokens * BYTES_PER_TOKEN
-        for how in ("zmq tcp", "sao tcp", "zmq ipc", "sao ipc", "sao shared memory"):
-            yield _throughput(how, tokens, size, _count(how, size, quick))
-        for how in ("zmq ipc", "sao shared memory"):
+        for how in ("zmq tcp", "sao tcp", "zmq ipc", "sao ipc"):
+            yield _throughput(how, tokens, size, max(200, min(20_000, (1 << (28 if quick else 30)) // size)))
+        for how in ("zmq ipc", "sao ipc"):
             yield _latency(how, tokens, size, 50 if quick else 300)
-
-
-def _count(how: str, size: int, quick: bool) -> int:
-    """Payloads for a few tenths of a second, or less."""
-    gigabytes, most = (8, 100_000) if how == "sao shared memory" else (1, 20_000)
-    return max(200, min(most, (gigabytes << (28 if quick else 30)) // size))
 
 
 class _Zmq:
@@ -62,19 +55,6 @@ class _Zmq:
 
     def close(self) -> None:
         self._socket.close(0)
-
-
-class _Shared:
-    def __init__(self, endpoint: str) -> None:
-        self._receiver = SharedReceiver(endpoint)
-        self.endpoint = endpoint
-
-    def receive(self) -> int:
-        with self._receiver.receive(20) as got:
-            return _stamp(got.payload)
-
-    def close(self) -> None:
-        self._receiver.close()
 
 
 class _Messages:
@@ -129,12 +109,7 @@ def _run(how: str, size: int, count: int, pause_s: float) -> list[tuple[int, int
     """(received, sent) in nanoseconds of the monotonic clock for each payload."""
     with tempfile.TemporaryDirectory(prefix="sao-bench-") as folder:
         endpoint = "tcp://127.0.0.1:*" if how.endswith("tcp") else f"ipc://{folder}/s"
-        kinds: dict[str, Callable[[str], _Shared | _Zmq | _Messages]] = {
-            "sao shared memory": _Shared,
-            "zmq tcp": _Zmq,
-            "zmq ipc": _Zmq,
-        }
-        sink = kinds.get(how, _Messages)(endpoint)
+        sink = _Messages(endpoint) if how in ACKNOWLEDGED else _Zmq(endpoint)
         arguments = [how, sink.endpoint, str(size), str(count // PRODUCERS), str(pause_s)]
         program = "import sys; from sao.measure.processes import produce; produce(*sys.argv[1:])"
         command = [sys.executable, "-c", program]
@@ -167,15 +142,6 @@ def _run(how: str, size: int, count: int, pause_s: float) -> list[tuple[int, int
 def produce(how: str, endpoint: str, size: str, count: str, pause_s: str) -> None:
     """A producer process: sends `count` payloads of `size` bytes, the time in the first eight."""
     payload, pause = bytearray(os.urandom(int(size))), float(pause_s)
-    if how == "sao shared memory":
-        sender = SharedSender(endpoint, 16 * (int(size) + 64))
-        _ready()
-        for _ in range(int(count)):
-            time.sleep(pause) if pause else None
-            payload[:8] = time.monotonic_ns().to_bytes(8, "little")
-            sender.send(HEADER, payload, 60)
-        sender.flush(60)
-        return
     if how in ACKNOWLEDGED:
         client = Client(endpoint, role="generator", name=f"p{os.getpid()}")
         client.connect(deadline_s=20.0)

@@ -44,9 +44,8 @@ SCHEMA: Final[dict[str, dict[str, tuple[type, ...]]]] = {
         "step?": _INT,
         "weights?": _OPT_MAP,
         "tasks?": _LIST,
-        "formats?": _LIST,  # of trajectories, that it reads and writes; absent: 1
     },
-    "welcome": {"version": _INT, "weights": _OPT_MAP, "formats?": _LIST},
+    "welcome": {"version": _INT, "weights": _OPT_MAP},
     # generator -> broker. `received` is the number of tasks received so far: free slots are counted after those.
     "slots": {"free": _INT, "received?": _INT},
     "trajectory": {},
@@ -69,7 +68,6 @@ SCHEMA: Final[dict[str, dict[str, tuple[type, ...]]]] = {
     # broker -> generator
     "tasks": {"tasks": _LIST},
     "version": {"version": _INT, "fingerprint": _STR, "path": _STR, "source?": _STR},
-    "formats": {"formats": _LIST},
     # generator <-> learner, on a line of their own
     "pull": {"version": _INT, "offset": _INT, "size": _INT},
     "chunk": {"version": _INT, "offset": _INT, "total": _INT, "crc32": _INT},

@@ -1,15 +1,11 @@
 //! The hot paths, one by name, for counting instructions: `scripts/instructions.sh`. What lies in `measured` is counted.
 
 use std::hint::black_box;
-use std::os::fd::AsFd;
-use std::sync::Arc;
 use std::time::Duration;
 
-use rustix::fs::{fcntl_add_seals, ftruncate, memfd_create, MemfdFlags, SealFlags};
 use sao_core::advantage::{advantages, Batch, CrossSegment, Lambda, Parameters};
 use sao_core::buffer::{Buffer, Limits, Policy};
 use sao_core::pack::{pack, plan, Layout};
-use sao_core::shared::{total_bytes, Reader, Region, Writer};
 use sao_core::trajectory::{Segment, SegmentKind, Span, TerminationKind, Trajectory};
 use sao_core::wire::{decode, encode};
 
@@ -86,7 +82,7 @@ fn gae() {
         skip_observations: true,
     };
     let (mut out, mut targets) = (vec![0.0; n], vec![0.0; n]);
-    measured(|| advantages(&batch, &parameters, 1, false, &mut out, &mut targets)).expect("valid");
+    measured(|| advantages(&batch, &parameters, false, &mut out, &mut targets)).expect("valid");
 }
 
 fn wire(decoding: bool) {
@@ -154,33 +150,6 @@ fn buffer() {
     });
 }
 
-/// Small payloads through shared memory, from hand to hand: what it takes beside the copy.
-fn shared() {
-    let capacity = 1 << 18;
-    let bytes = total_bytes(capacity).expect("whole pages");
-    let fd = memfd_create("hot", MemfdFlags::ALLOW_SEALING).expect("memory");
-    ftruncate(&fd, bytes as u64).expect("room");
-    fcntl_add_seals(&fd, SealFlags::SHRINK).expect("new");
-    let map = || Arc::new(Region::map(fd.as_fd(), capacity, true).expect("sealed"));
-    let (mut writer, mut reader) = (Writer::new(map()), Reader::new(map()));
-    let (header, payload) = (vec![1u8; 40], vec![2u8; 100]);
-    let mut out = vec![0; 40];
-    measured(|| {
-        for _ in 0..1024 {
-            let place = writer
-                .reserve(40, 100, payload.as_ptr() as usize)
-                .expect("valid")
-                .expect("room");
-            writer.fill(&place, &header, &payload);
-            assert!(!writer.publish(place), "nobody sleeps");
-            let place = reader.take().expect("valid").expect("published");
-            reader.region().read(place.header().0, &mut out);
-            reader.release(&place);
-            assert!(!reader.must_tell(false), "nobody waits");
-        }
-    });
-}
-
 fn main() {
     let name = std::env::args().nth(1).unwrap_or_default();
     match name.as_str() {
@@ -194,9 +163,8 @@ fn main() {
         "encode" => wire(false),
         "decode" => wire(true),
         "buffer" => buffer(),
-        "shared" => shared(),
         other => {
-            panic!("{other:?} is not pack, plan, odd_plans, advantages, encode, decode, buffer or shared")
+            panic!("{other:?} is not pack, plan, odd_plans, advantages, encode, decode or buffer")
         }
     }
 }

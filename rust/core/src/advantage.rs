@@ -4,11 +4,7 @@
 //! (SAO, arXiv 2607.07508, Eq. 4-5). `V` at an action token is the value of the prefix before it. Credit crosses
 //! context compactions as [`CrossSegment`] says (`CompactionRL`, arXiv 2607.05378, Eq. 13-15).
 
-use std::collections::VecDeque;
-use std::sync::{Mutex, PoisonError};
-
 use crate::cpu::wide;
-use crate::workers::together;
 use crate::{Error, Result};
 
 /// How credit crosses the cuts between the segments of one trajectory.
@@ -81,27 +77,19 @@ pub struct Batch<'a> {
     pub turn_rewards: (&'a [i64], &'a [f32]),
 }
 
-/// Tokens that a further thread must find to be worth its waking, which takes as long as one thread takes for most of
-/// them.
-const TOKENS_A_THREAD: usize = 100_000;
-/// Tokens, about, that a thread takes at a time, if no single trajectory has more.
-const TOKENS_A_SHARE: usize = 8192;
-
 /// Writes advantages and critic targets of the action tokens of `batch` and gives the policy lambda of each trajectory
 /// (NaN: it has no action token and takes no part). Other tokens of the outputs become 0 if `clear`, and are left as they
 /// are otherwise.
 ///
 /// A turn reward belongs to the segment it was earned in and is discounted there like any reward; with
 /// [`CrossSegment::Paper`] it therefore reaches earlier segments not at all and shares the factor of its own.
-/// Accumulates in float64. Up to `threads` threads share the trajectories, fewer if there is little to do; the results
-/// are the same to the bit.
+/// Accumulates in float64.
 ///
 /// # Errors
 /// [`Error::Validation`] names the array, index and value that is wrong; the outputs are unspecified then.
 pub fn advantages(
     batch: &Batch<'_>,
     parameters: &Parameters,
-    threads: usize,
     clear: bool,
     advantages: &mut [f32],
     targets: &mut [f32],
@@ -109,98 +97,16 @@ pub fn advantages(
     check(batch, parameters, advantages.len(), targets.len())?;
     let turns = sorted_turns(batch)?;
     let mut lambdas = vec![0.0; batch.rewards.len()];
-    let mut whole = Share {
-        first: 0,
+    run(
+        batch,
+        parameters,
+        &turns,
         clear,
         advantages,
         targets,
-        lambdas: &mut lambdas,
-    };
-    let threads = threads.min(batch.values.len() / TOKENS_A_THREAD);
-    if threads < 2 {
-        run(batch, parameters, &turns, &mut whole)?;
-        return Ok(lambdas);
-    }
-    let (shares, failed) = (Mutex::new(deal(split(batch, whole))), Mutex::new(None));
-    let caller = std::thread::current().id();
-    together(threads - 1, &|| loop {
-        let mut left = shares.lock().unwrap_or_else(PoisonError::into_inner);
-        let next = if std::thread::current().id() == caller {
-            left.pop_front()
-        } else {
-            left.pop_back()
-        };
-        drop(left);
-        let Some(mut share) = next else { return };
-        if let Err(error) = run(batch, parameters, &turns, &mut share) {
-            // The first wrong trajectory is named, however the threads ran.
-            let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
-            match &*failed {
-                Some((first, _)) if *first < share.first => {}
-                _ => *failed = Some((share.first, error)),
-            }
-        }
-    });
-    match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
-        Some((_, error)) => Err(error),
-        None => Ok(lambdas),
-    }
-}
-
-/// Consecutive trajectories from `first` on, with their part of the outputs.
-struct Share<'a> {
-    first: usize,
-    clear: bool,
-    advantages: &'a mut [f32],
-    targets: &'a mut [f32],
-    lambdas: &'a mut [f64],
-}
-
-fn split<'a>(batch: &Batch<'_>, whole: Share<'a>) -> Vec<Share<'a>> {
-    let (mut shares, mut rest) = (Vec::new(), whole);
-    while !rest.lambdas.is_empty() {
-        let start = batch.token_start(rest.first);
-        let mut count = 1;
-        while count < rest.lambdas.len()
-            && batch.token_start(rest.first + count) - start < TOKENS_A_SHARE
-        {
-            count += 1;
-        }
-        let tokens = batch.token_start(rest.first + count) - start;
-        let (advantages, more_advantages) = rest.advantages.split_at_mut(tokens);
-        let (targets, more_targets) = rest.targets.split_at_mut(tokens);
-        let (lambdas, more_lambdas) = rest.lambdas.split_at_mut(count);
-        shares.push(Share {
-            first: rest.first,
-            clear: rest.clear,
-            advantages,
-            targets,
-            lambdas,
-        });
-        rest = Share {
-            first: rest.first + count,
-            clear: rest.clear,
-            advantages: more_advantages,
-            targets: more_targets,
-            lambdas: more_lambdas,
-        };
-    }
-    shares
-}
-
-/// The longest at both ends, for threads that begin there: the short ones in the middle then even out who is done when,
-/// and from call to call a thread has mostly the same ones, some of whose memory it may still have at hand.
-fn deal(mut shares: Vec<Share<'_>>) -> VecDeque<Share<'_>> {
-    shares.sort_by_key(|share| share.targets.len());
-    let mut dealt = VecDeque::with_capacity(shares.len());
-    for (index, share) in shares.into_iter().enumerate() {
-        if index % 2 == 0 {
-            dealt.push_front(share);
-        } else {
-            dealt.push_back(share);
-        }
-    }
-    dealt
+        &mut lambdas,
+    )?;
+    Ok(lambdas)
 }
 
 impl Batch<'_> {
@@ -214,7 +120,10 @@ wide! {
         batch: &Batch<'_>,
         parameters: &Parameters,
         turns: &[(usize, f64)],
-        share: &mut Share<'_>,
+        clear: bool,
+        advantages: &mut [f32],
+        targets: &mut [f32],
+        lambdas: &mut [f64],
     ) -> Result<()> = run_body;
 }
 
@@ -224,23 +133,24 @@ fn run_body<const FMA: bool>(
     batch: &Batch<'_>,
     parameters: &Parameters,
     turns: &[(usize, f64)],
-    share: &mut Share<'_>,
+    clear: bool,
+    advantages: &mut [f32],
+    targets: &mut [f32],
+    lambdas: &mut [f64],
 ) -> Result<()> {
-    let base = batch.token_start(share.first);
-    for (index, lambda) in share.lambdas.iter_mut().enumerate() {
-        let trajectory = share.first + index;
-        let (from, to) = (
-            batch.token_start(trajectory),
-            batch.token_start(trajectory + 1),
-        );
-        let (advantages, targets) = (
-            &mut share.advantages[from - base..to - base],
-            &mut share.targets[from - base..to - base],
-        );
-        let actions = count_actions(&batch.action_mask[from..to]);
+    for (trajectory, lambda) in lambdas.iter_mut().enumerate() {
+        let tokens = batch.token_start(trajectory)..batch.token_start(trajectory + 1);
+        let actions = count_actions(&batch.action_mask[tokens.clone()]);
         *lambda = parameters.lambda_policy.of(actions);
-        let mut walk = Walk::new(batch, parameters, trajectory, *lambda, advantages, targets);
-        walk.clear = share.clear;
+        let mut walk = Walk::new(
+            batch,
+            parameters,
+            trajectory,
+            *lambda,
+            &mut advantages[tokens.clone()],
+            &mut targets[tokens],
+        );
+        walk.clear = clear;
         if actions > 0 {
             walk.trajectory::<FMA>(turns)?;
         }

@@ -31,7 +31,7 @@ use lease::{leases, Slot};
 use retire::Unfreed;
 use tasks::Watch;
 
-pub use item::{Content, Item, Object};
+pub use item::{Content, Item};
 pub use lease::Lease;
 pub use state::{Entry, Label, Limits, Policy, Stats};
 pub use waiter::Waiter;
@@ -469,7 +469,7 @@ impl Buffer {
         label: impl Into<Label>,
         pace: &mut dyn Pace,
     ) -> Result<Vec<Vec<u8>>> {
-        self.put_content(&mut Content::Copy(header, payload, &[]), label, pace)
+        self.put_content(&Content::Copy(header, payload, &[]), label, pace)
     }
 
     /// Puts one trajectory in; gives the headers of those that the policy dropped for it.
@@ -481,7 +481,7 @@ impl Buffer {
     /// [`Error::Closed`]; what `pace` says. It is not stored then, but room may have been made for it.
     pub fn put_content(
         &self,
-        content: &mut Content<'_>,
+        content: &Content<'_>,
         label: impl Into<Label>,
         pace: &mut dyn Pace,
     ) -> Result<Vec<Vec<u8>>> {
@@ -502,7 +502,7 @@ impl Buffer {
     ///
     /// # Errors
     /// [`Error::Validation`] and [`Error::Closed`] as [`Self::put_content`].
-    pub fn try_put(&self, content: &mut Content<'_>, label: impl Into<Label>) -> Result<bool> {
+    pub fn try_put(&self, content: &Content<'_>, label: impl Into<Label>) -> Result<bool> {
         let (bytes, label) = (content.bytes(), label.into());
         let shared = &self.shared;
         shared.check_put(bytes, label)?;

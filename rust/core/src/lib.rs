@@ -1,5 +1,5 @@
 //! The experience core of `sao`: no Python, no sockets, no clock of its own.
-#![deny(unsafe_code)] // allowed in `cpu`, `ring`, `shared::region` and `workers`
+#![deny(unsafe_code)] // allowed in `cpu` and `ring`
 #![cfg_attr(loom, allow(dead_code))] // `tests/models.rs` builds this without the models in it
 
 pub mod advantage;
@@ -14,7 +14,6 @@ mod descend;
 pub mod error;
 mod event;
 mod fold;
-pub mod gather;
 pub mod history;
 mod index;
 pub mod journal;
@@ -24,14 +23,11 @@ mod pool;
 mod reader;
 mod ring;
 mod rules;
-pub mod shared;
 pub mod sidecar;
 pub mod staleness;
-pub mod stream;
 mod sync;
 pub mod trajectory;
 pub mod wait;
 pub mod wire;
-mod workers;
 
 pub use error::{Error, Result};

@@ -24,18 +24,6 @@ impl Bins {
         &self.order[self.offsets[index] as usize..self.offsets[index + 1] as usize]
     }
 
-    pub(crate) fn none() -> Self {
-        Self {
-            order: Vec::new(),
-            offsets: vec![0],
-        }
-    }
-
-    pub(crate) fn push(&mut self, items: &[i64]) {
-        self.order.extend_from_slice(items);
-        self.offsets.push(self.order.len() as i64);
-    }
-
     fn from_assignment(bin_of: &[u32], bins: usize) -> Self {
         // Counting sort: stable, so items stay in ascending index inside a bin.
         let mut offsets = vec![0i64; bins + 1];
@@ -55,7 +43,7 @@ impl Bins {
     }
 }
 
-pub(crate) fn invalid(text: String) -> Error {
+fn invalid(text: String) -> Error {
     Error::Validation(text)
 }
 

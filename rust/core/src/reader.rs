@@ -4,14 +4,14 @@ use crate::error::{Error, Result};
 use crate::trajectory::{
     Counts, Meta, Segment, SegmentKind, Span, TerminationKind, Trajectory, TurnReward, MAX_KEYS,
 };
-use crate::wire::{Place, ARRAYS, FIELDS, FORMATS, MAGIC, SEGMENT_FIELDS};
+use crate::wire::{Place, ARRAYS, FIELDS, FORMAT, MAGIC, SEGMENT_FIELDS};
 
 /// The rest of a header. Every read names the field it is for.
 pub(crate) struct Reader<'a>(pub(crate) &'a [u8]);
 
 impl<'a> Reader<'a> {
-    /// Gives the format.
-    pub(crate) fn open(&mut self) -> Result<u64> {
+    /// Reads up to the checksum.
+    pub(crate) fn open(&mut self) -> Result<()> {
         let foreign = || Error::Wire("header: not a trajectory of sao".into());
         let length = rmp::decode::read_map_len(&mut self.0).map_err(|_| foreign())?;
         self.key("magic").map_err(|_| foreign())?;
@@ -20,18 +20,13 @@ impl<'a> Reader<'a> {
         }
         self.key("format")?;
         let format = self.int("format")?;
-        let Some(more) = FORMATS
-            .iter()
-            .position(|known| i64::try_from(*known) == Ok(format))
-        else {
-            return wire(format!("format: {format}, this build reads 1 and 2"));
-        };
-        let fields = FIELDS + more as u32;
-        if length != fields {
-            return wire(format!("header: {length} fields, expected {fields}"));
+        if u64::try_from(format) != Ok(FORMAT) {
+            return wire(format!("format: {format}, this build reads {FORMAT}"));
         }
-        self.key("crc32c")?;
-        Ok(FORMATS[more])
+        if length != FIELDS {
+            return wire(format!("header: {length} fields, expected {FIELDS}"));
+        }
+        self.key("crc32c")
     }
 
     pub(crate) fn crc(&mut self) -> Result<u32> {

@@ -1,7 +1,7 @@
 //! Arrays that belong to a trajectory and travel as frames of their own: routed experts, images, anything by the token.
 //!
 //! The header names them, with dtype, shape, length and checksum; the bytes themselves are nowhere in header or payload,
-//! so that whoever sends them need not copy them. A header with sidecars is of format 2, all others are of format 1.
+//! so that whoever sends them need not copy them.
 
 use rmp::encode as put;
 
@@ -124,15 +124,15 @@ pub(crate) fn put_all(
 }
 
 impl Reader<'_> {
-    /// At least one, of at most `room` bytes together.
+    /// Of at most `room` bytes together.
     pub(crate) fn sidecars(
         &mut self,
         mut room: usize,
     ) -> Result<(Vec<Sidecar<'static>>, Vec<Announced>)> {
         self.key("sidecars")?;
         let count = self.any_array("sidecars")?;
-        if !(1..=MAX_SIDECARS).contains(&count) {
-            return refuse(format!("sidecars: {count}, expected 1 to {MAX_SIDECARS}"));
+        if count > MAX_SIDECARS {
+            return refuse(format!("sidecars: {count}, at most {MAX_SIDECARS}"));
         }
         let (mut sidecars, mut announced) = (Vec::new(), Vec::new());
         for _ in 0..count {

@@ -13,8 +13,8 @@ use crate::trajectory::{Counts, Meta, Segment, TerminationKind, Trajectory};
 
 /// First value of every header.
 pub const MAGIC: &str = "sao-trajectory";
-/// Formats that this build writes and reads: 1, and 2 for a trajectory with sidecars.
-pub const FORMATS: [u64; 2] = [1, 2];
+/// The format that this build writes and reads.
+pub const FORMAT: u64 = 1;
 /// Arrays start at multiples of this many bytes in the payload.
 pub const ALIGNMENT: usize = 64;
 /// Longest header, bytes.
@@ -24,7 +24,7 @@ pub const DEFAULT_MAX_BYTES: usize = 1 << 28;
 /// Most segments unless the caller says otherwise.
 pub const DEFAULT_MAX_SEGMENTS: usize = 4096;
 
-pub(crate) const FIELDS: u32 = 17;
+pub(crate) const FIELDS: u32 = 18;
 pub(crate) const SEGMENT_FIELDS: u32 = 6;
 
 /// What a decoder accepts.
@@ -197,7 +197,7 @@ fn write_header(
         )));
     }
     let mut reader = Reader(&out);
-    let found = reader.open().map(|_| out.len() - reader.0.len() + 1);
+    let found = reader.open().map(|()| out.len() - reader.0.len() + 1);
     let at = found.unwrap_or(0); // never: the header was just written
     let crc = header_crc(&out, at);
     out[at..at + 4].copy_from_slice(&crc.to_be_bytes());
@@ -219,12 +219,11 @@ fn put_header(
     crcs: &[[u32; 3]],
     payload_bytes: usize,
 ) -> Put {
-    let format = usize::from(!t.sidecars.is_empty());
-    put::write_map_len(out, FIELDS + format as u32)?;
+    put::write_map_len(out, FIELDS)?;
     put::write_str(out, "magic")?;
     put::write_str(out, MAGIC)?;
     put::write_str(out, "format")?;
-    put::write_uint(out, FORMATS[format])?;
+    put::write_uint(out, FORMAT)?;
     put::write_str(out, "crc32c")?;
     put::write_u32(out, 0)?; // filled in when the rest is known
     put::write_str(out, "payload_bytes")?;
@@ -288,10 +287,8 @@ fn put_header(
             Meta::Text(text) => put::write_str(out, text)?,
         }
     }
-    if !t.sidecars.is_empty() {
-        put::write_str(out, "sidecars")?;
-        sidecar::put_all(out, &t.sidecars)?;
-    }
+    put::write_str(out, "sidecars")?;
+    sidecar::put_all(out, &t.sidecars)?;
     put::write_str(out, "segments")?;
     put::write_array_len(out, t.segments.len() as u32)?;
     for ((segment, place), crcs) in t.segments.iter().zip(places).zip(crcs) {
@@ -472,7 +469,7 @@ fn read_header(header: &[u8], limits: Limits) -> Result<Header> {
         ));
     }
     let mut reader = Reader(header);
-    let format = reader.open()?;
+    reader.open()?;
     let at = header.len() - reader.0.len() + 1; // behind the marker of the number
     let told = reader.crc()?;
     if header_crc(header, at) != told {
@@ -490,10 +487,8 @@ fn read_header(header: &[u8], limits: Limits) -> Result<Header> {
     }
     let mut trajectory = reader.fields()?;
     let counts = trajectory.1;
-    let mut announced = Vec::new();
-    if format == FORMATS[1] {
-        (trajectory.0.sidecars, announced) = reader.sidecars(limits.max_bytes - payload_bytes)?;
-    }
+    let announced;
+    (trajectory.0.sidecars, announced) = reader.sidecars(limits.max_bytes - payload_bytes)?;
     reader.key("segments")?;
     let n_segments = reader.any_array("segments")?;
     if n_segments > limits.max_segments {

@@ -105,7 +105,7 @@ proptest! {
         };
         let before = if clear { f32::NAN } else { 0.0 };
         let (mut out, mut targets) = (vec![before; values.len()], vec![before; values.len()]);
-        let lambdas = advantages(&batch, &chosen, 1, clear, &mut out, &mut targets).expect("valid");
+        let lambdas = advantages(&batch, &chosen, clear, &mut out, &mut targets).expect("valid");
         prop_assert_eq!(lambdas.len(), trajectories.len());
         for (t, (advantage, target)) in wanted.into_iter().enumerate() {
             prop_assert!((f64::from(out[t]) - advantage).abs() < 1e-5, "advantage of token {}", t);
@@ -114,78 +114,22 @@ proptest! {
     }
 }
 
-/// Ragged trajectories of `tokens` in all, long ones among them, every third token an action.
-fn ragged(tokens: usize) -> (Vec<f32>, Vec<u8>, Vec<i64>) {
-    let values = (0..tokens).map(|i| (i % 97) as f32 / 97.0).collect();
-    let mask = (0..tokens).map(|i| u8::from(i % 3 == 0)).collect();
-    let mut cuts = vec![0i64];
-    while cuts[cuts.len() - 1] < tokens as i64 {
-        let length = [1, 40_000, 700, 0, 9000, 30][cuts.len() % 6];
-        cuts.push((cuts[cuts.len() - 1] + length).min(tokens as i64));
-    }
-    (values, mask, cuts)
-}
-
 #[test]
-fn the_number_of_threads_changes_no_bit() {
-    let (values, mask, cuts) = ragged(500_000);
-    let count = cuts.len() as i64 - 1;
-    let rewards: Vec<f32> = (0..count).map(|i| i as f32).collect();
-    let firsts: Vec<i64> = (0..=count).collect();
+fn the_first_wrong_value_is_named() {
     let batch = Batch {
-        values: &values,
-        action_mask: &mask,
-        segment_offsets: &cuts,
-        trajectory_offsets: &firsts,
-        rewards: &rewards,
-        bootstrap: None,
-        turn_rewards: (&[3, 450_000], &[0.5, -0.5]),
-    };
-    let bits = |threads: usize, clear: bool| {
-        let before = if clear { f32::NAN } else { 0.0 };
-        let (mut out, mut targets) = (vec![before; values.len()], vec![before; values.len()]);
-        let chosen = parameters(CrossSegment::Paper, true);
-        let lambdas =
-            advantages(&batch, &chosen, threads, clear, &mut out, &mut targets).expect("valid");
-        let lambdas = lambdas.into_iter().map(f64::to_bits).collect::<Vec<_>>();
-        let bits = |of: Vec<f32>| of.into_iter().map(f32::to_bits).collect::<Vec<_>>();
-        (bits(out), bits(targets), lambdas)
-    };
-    let want = bits(1, false);
-    for threads in 1..6 {
-        assert!(bits(threads, false) == want && bits(threads, true) == want);
-    }
-}
-
-#[test]
-fn the_first_wrong_value_is_named_on_any_number_of_threads() {
-    let (mut values, mask, cuts) = ragged(500_000);
-    let count = cuts.len() - 1;
-    let firsts: Vec<i64> = (0..=count as i64).collect();
-    // The later one is in the longest trajectory, which is taken first.
-    let long = (2..count)
-        .rfind(|&i| cuts[i + 1] - cuts[i] == 40_000)
-        .expect("some are long");
-    values[30_000] = f32::NAN;
-    values[cuts[long] as usize..cuts[long + 1] as usize].fill(f32::INFINITY);
-    let batch = Batch {
-        values: &values,
-        action_mask: &mask,
-        segment_offsets: &cuts,
-        trajectory_offsets: &firsts,
-        rewards: &vec![0.0; count],
+        values: &[0.0, 0.5, f32::NAN, 0.5, f32::INFINITY],
+        action_mask: &[0, 1, 1, 0, 1],
+        segment_offsets: &[0, 1, 3, 5],
+        trajectory_offsets: &[0, 1, 2, 3],
+        rewards: &[0.0; 3],
         bootstrap: None,
         turn_rewards: (&[], &[]),
     };
-    let trajectory = cuts.partition_point(|&cut| cut <= 30_000) - 1;
-    for threads in 1..6 {
-        let (mut out, mut targets) = (vec![0.0; values.len()], vec![0.0; values.len()]);
-        let chosen = parameters(CrossSegment::Paper, true);
-        let error = advantages(&batch, &chosen, threads, true, &mut out, &mut targets)
-            .expect_err("not finite");
-        assert_eq!(
-            error.to_string(),
-            format!("values[30000]: NaN at a token of trajectory {trajectory} is not finite")
-        );
-    }
+    let (mut out, mut targets) = ([0.0; 5], [0.0; 5]);
+    let chosen = parameters(CrossSegment::Paper, true);
+    let error = advantages(&batch, &chosen, true, &mut out, &mut targets).expect_err("not finite");
+    assert_eq!(
+        error.to_string(),
+        "values[2]: NaN at a token of trajectory 1 is not finite"
+    );
 }

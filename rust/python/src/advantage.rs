@@ -34,7 +34,7 @@ fn output(py: Python<'_>, tokens: usize, written: bool) -> PyResult<Bound<'_, Py
 #[pyfunction]
 #[pyo3(signature = (
     values, action_mask, segment_offsets, trajectory_offsets, rewards, *, gamma, lambda_policy, lambda_alpha,
-    lambda_critic, cross_segment="paper", skip_observations=true, bootstrap=None, turn_rewards=None, threads=1
+    lambda_critic, cross_segment="paper", skip_observations=true, bootstrap=None, turn_rewards=None
 ))]
 #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)] // arguments of the Python function
 fn advantages<'py>(
@@ -51,7 +51,6 @@ fn advantages<'py>(
     skip_observations: bool,
     bootstrap: Option<&Bound<'py, PyAny>>,
     turn_rewards: Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)>,
-    threads: i64,
 ) -> PyResult<Outputs<'py>> {
     let py = values.py();
     let parameters = Parameters {
@@ -103,17 +102,12 @@ fn advantages<'py>(
         },
     };
     let tokens = batch.values.len();
-    let threads = match usize::try_from(threads) {
-        Ok(threads) if threads > 0 => threads,
-        _ => return Err(validation(format!("threads: {threads} must be at least 1"))),
-    };
     let clear = (CACHED_TOKENS..FRESH_TOKENS).contains(&tokens);
     let (out, targets) = (output(py, tokens, clear)?, output(py, tokens, clear)?);
     let (mut out_view, mut target_view) = (out.readwrite(), targets.readwrite());
     let (out_slice, target_slice) = (out_view.as_slice_mut()?, target_view.as_slice_mut()?);
     let mut compute = || {
-        let compute =
-            || advantage::advantages(&batch, &parameters, threads, clear, out_slice, target_slice);
+        let compute = || advantage::advantages(&batch, &parameters, clear, out_slice, target_slice);
         guard(compute)
     };
     let lambdas = if tokens > DETACH_TOKENS {

@@ -78,7 +78,7 @@ impl Buffer {
         let size = header.len() + payload.len() + extra;
         let content = Content::Copy(header, payload, &sides);
         let label = Label { min_version, task };
-        let dropped = self.store(py, content, size, label, timeout_s)?;
+        let dropped = self.store(py, &content, size, label, timeout_s)?;
         if dropped.is_empty() {
             return Ok(None);
         }
@@ -116,7 +116,7 @@ impl Buffer {
         let write = |out: &mut [u8]| format::fill(&view, &places, out);
         let dropped = if frozen {
             let content = Content::Write(&header, length, &write, &sides);
-            self.store(py, content, size, label, timeout_s)?
+            self.store(py, &content, size, label, timeout_s)?
         } else {
             // Somebody may write to the arrays while this waits for room: what was checked is what goes in.
             let mut payload = vec![0; length];
@@ -124,29 +124,12 @@ impl Buffer {
             let copies: Vec<Vec<u8>> = sides.iter().map(|bytes| bytes.to_vec()).collect();
             let sides: Vec<&[u8]> = copies.iter().map(Vec::as_slice).collect();
             let content = Content::Copy(&header, &payload, &sides);
-            self.store(py, content, size, label, timeout_s)?
+            self.store(py, &content, size, label, timeout_s)?
         };
         Ok(dropped.len())
     }
 
-    /// Keeps a reference to any object, counted as `bytes`; gives how many the policy dropped for it.
-    #[pyo3(signature = (object, bytes=0, min_version=0, timeout_s=None, *, task=-1))]
-    fn put_object(
-        &self,
-        py: Python<'_>,
-        object: Py<PyAny>,
-        bytes: usize,
-        min_version: i64,
-        timeout_s: Option<f64>,
-        task: i64,
-    ) -> PyResult<usize> {
-        let content = Content::Object(Some(Box::new(object)), bytes);
-        let label = Label { min_version, task };
-        let dropped = self.store(py, content, 0, label, timeout_s)?;
-        Ok(dropped.len())
-    }
-
-    /// Takes `n` and commits them at once: the objects, or (header, payload) of what was copied in.
+    /// Takes `n` and commits them at once: (header, payload, sidecars...) of each.
     #[pyo3(signature = (n, timeout_s=None))]
     fn drain<'py>(
         &self,
@@ -167,21 +150,10 @@ impl Buffer {
         };
         let list = PyList::empty(py);
         for item in items {
-            match object(&item) {
-                Some(object) => list.append(object.bind(py))?,
-                None if item.sidecars() == 0 => {
-                    list.append((
-                        View::of(&item, Part::Header),
-                        View::of(&item, Part::Payload),
-                    ))?;
-                }
-                None => {
-                    let sides = (0..item.sidecars()).map(Part::Sidecar);
-                    let parts = [Part::Header, Part::Payload].into_iter().chain(sides);
-                    let views = parts.map(|part| View::of(&item, part));
-                    list.append(PyTuple::new(py, views.collect::<Vec<_>>())?)?;
-                }
-            }
+            let sides = (0..item.sidecars()).map(Part::Sidecar);
+            let parts = [Part::Header, Part::Payload].into_iter().chain(sides);
+            let views = parts.map(|part| View::of(&item, part));
+            list.append(PyTuple::new(py, views.collect::<Vec<_>>())?)?;
         }
         Ok(list)
     }
@@ -338,25 +310,20 @@ impl Buffer {
     fn store(
         &self,
         py: Python<'_>,
-        mut content: Content<'_>,
+        content: &Content<'_>,
         size: usize,
         label: Label,
         timeout_s: Option<f64>,
     ) -> PyResult<Vec<Vec<u8>>> {
         check_timeout(timeout_s)?;
         // Giving the GIL up may cost its switch interval to come back, thousands of times what the copy takes.
-        if size <= COPY_WITH_GIL_BYTES && guard(|| self.buffer.try_put(&mut content, label))? {
+        if size <= COPY_WITH_GIL_BYTES && guard(|| self.buffer.try_put(content, label))? {
             return Ok(Vec::new());
         }
         blocking(py, timeout_s, |pace| {
-            self.buffer.put_content(&mut content, label, pace)
+            self.buffer.put_content(content, label, pace)
         })
     }
-}
-
-/// What is kept by reference.
-fn object(item: &Item) -> Option<&Py<PyAny>> {
-    item.object()?.downcast_ref()
 }
 
 fn count(n: i64) -> PyResult<usize> {
@@ -433,24 +400,10 @@ impl Waiter {
         let sidecars = sources(&sidecars.unwrap_or_default())?;
         let sides: Vec<&[u8]> = sidecars.iter().map(Source::bytes).collect();
         let put = |waiter: &buffer::Waiter| {
-            let mut content = Content::Copy(header, payload, &sides);
-            waiter.put(&mut content, Label { min_version, task })
+            let content = Content::Copy(header, payload, &sides);
+            waiter.put(&content, Label { min_version, task })
         };
         let dropped = py.detach(|| self.with(put))?;
-        dropped.map(|dropped| headers(py, &dropped)).transpose()
-    }
-
-    #[pyo3(signature = (object, min_version, *, task=-1))]
-    fn put_object<'py>(
-        &self,
-        py: Python<'py>,
-        object: Py<PyAny>,
-        min_version: i64,
-        task: i64,
-    ) -> PyResult<Option<Bound<'py, PyList>>> {
-        let mut content = Content::Object(Some(Box::new(object)), 0);
-        let label = Label { min_version, task };
-        let dropped = py.detach(|| self.with(|waiter| waiter.put(&mut content, label)))?;
         dropped.map(|dropped| headers(py, &dropped)).transpose()
     }
 
@@ -562,16 +515,6 @@ impl Lease {
         }
     }
 
-    /// What was put in by reference, else none.
-    #[getter]
-    fn object(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
-        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
-        match open.as_ref().and_then(buffer::Lease::item) {
-            Some(item) => Ok(object(item).map(|object| object.clone_ref(py))),
-            None => Err(to_py(settled())),
-        }
-    }
-
     fn commit(&self) -> PyResult<()> {
         self.settle(buffer::Lease::commit)
     }
@@ -602,12 +545,6 @@ impl View {
         }
     }
 
-    /// As a read-only array of uint8 whose base is this view.
-    fn array<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        let numpy = slf.py().import("numpy")?;
-        numpy.call_method1("frombuffer", (slf, "uint8"))
-    }
-
     fn bytes(&self) -> &[u8] {
         match self.part {
             Part::Header => self.item.header(),
@@ -621,19 +558,6 @@ impl View {
 impl View {
     fn __len__(&self) -> usize {
         self.bytes().len()
-    }
-
-    /// The bytes as a `DLPack` capsule that owns this view: `NumPy` makes it, over the same memory.
-    #[pyo3(signature = (**options))]
-    fn __dlpack__<'py>(
-        slf: &Bound<'py, Self>,
-        options: Option<&Bound<'py, PyDict>>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        Self::array(slf)?.call_method("__dlpack__", (), options)
-    }
-
-    fn __dlpack_device__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        Self::array(slf)?.call_method0("__dlpack_device__")
     }
 
     /// # Safety

@@ -7,13 +7,11 @@ mod advantage;
 mod array;
 mod buffer;
 mod error;
-mod gather;
 mod ledger;
 mod lend;
 mod objects;
 mod pace;
 mod pack;
-mod shared;
 mod staleness;
 mod wire;
 
@@ -25,8 +23,6 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     buffer::register(m)?;
     staleness::register(m)?;
     pack::register(m)?;
-    gather::register(m)?;
     advantage::register(m)?;
-    shared::register(m)?;
     Ok(())
 }

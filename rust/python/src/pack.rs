@@ -1,11 +1,8 @@
 //! Bindings of `sao_core::pack`.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 use sao_core::pack;
-use sao_core::stream::Stream;
 
 use crate::array::array;
 use crate::error::{guard, validation};
@@ -34,43 +31,6 @@ fn pack_bins<'py>(lengths: &Bound<'py, PyAny>, capacity: i64) -> PyResult<Bins<'
     let lengths = lengths.as_slice()?;
     let bins = run(py, lengths.len(), || pack::pack(lengths, capacity))?;
     Ok((bins.order.into_pyarray(py), bins.offsets.into_pyarray(py)))
-}
-
-/// Packing of segments as they come.
-#[pyclass(frozen, module = "sao._core")]
-struct StreamPacker {
-    stream: Mutex<Stream>,
-}
-
-#[pymethods]
-impl StreamPacker {
-    #[new]
-    #[pyo3(signature = (capacity, open_bins=64))]
-    fn new(capacity: i64, open_bins: usize) -> PyResult<Self> {
-        let stream = guard(|| Stream::new(capacity, open_bins))?;
-        Ok(Self {
-            stream: Mutex::new(stream),
-        })
-    }
-
-    fn add<'py>(&self, lengths: &Bound<'py, PyAny>) -> PyResult<Bins<'py>> {
-        let py = lengths.py();
-        let lengths = array::<i64>("lengths", lengths)?;
-        let lengths = lengths.as_slice()?;
-        let bins = run(py, lengths.len(), || self.lock().add(lengths))?;
-        Ok((bins.order.into_pyarray(py), bins.offsets.into_pyarray(py)))
-    }
-
-    fn finish<'py>(&self, py: Python<'py>) -> Bins<'py> {
-        let bins = self.lock().finish();
-        (bins.order.into_pyarray(py), bins.offsets.into_pyarray(py))
-    }
-}
-
-impl StreamPacker {
-    fn lock(&self) -> MutexGuard<'_, Stream> {
-        self.stream.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 /// Where every segment of a learner step goes.
@@ -150,7 +110,6 @@ fn plan(
 /// Adds this topic to the module.
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<Plan>()?;
-    m.add_class::<StreamPacker>()?;
     m.add_function(wrap_pyfunction!(pack_bins, m)?)?;
     m.add_function(wrap_pyfunction!(plan, m)?)
 }

@@ -529,7 +529,6 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(encode, m)?)?;
     m.add_function(wrap_pyfunction!(decode, m)?)?;
     m.add_function(wrap_pyfunction!(summary, m)?)?;
-    m.add("WIRE_FORMATS", PyTuple::new(m.py(), wire::FORMATS)?)?;
     m.add("MAX_PAYLOAD_BYTES", wire::DEFAULT_MAX_BYTES)?;
     m.add("MAX_SEGMENTS", wire::DEFAULT_MAX_SEGMENTS)?;
     m.add("MAX_HEADER_BYTES", wire::MAX_HEADER_BYTES)?;

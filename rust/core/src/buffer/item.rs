@@ -1,13 +1,8 @@
 //! One trajectory in the buffer's memory.
 
-use std::any::Any;
-
 use super::{Charge, Label};
 use crate::pool::Pool;
 use crate::{Error, Result};
-
-/// Something of the caller's that is kept by reference instead of a copy.
-pub type Object = Box<dyn Any + Send + Sync>;
 
 /// What is put into the buffer.
 pub enum Content<'a> {
@@ -20,8 +15,6 @@ pub enum Content<'a> {
         &'a (dyn Fn(&mut [u8]) + Sync),
         &'a [&'a [u8]],
     ),
-    /// Kept as it is, and counted as this many bytes. Taken out when it goes in.
-    Object(Option<Object>, usize),
 }
 
 impl Content<'_> {
@@ -31,12 +24,11 @@ impl Content<'_> {
         match self {
             Self::Copy(header, payload, sides) => header.len() + payload.len() + all(sides),
             Self::Write(header, payload, _, sides) => header.len() + payload + all(sides),
-            Self::Object(_, bytes) => *bytes,
         }
     }
 
     /// What is kept, in the buffer's memory.
-    pub(super) fn store(&mut self, pool: &Pool) -> Result<Stored> {
+    pub(super) fn store(&self, pool: &Pool) -> Result<Stored> {
         let copied = |sidecars: &[&[u8]]| {
             let copies = sidecars.iter().map(|bytes| Blob::copy(bytes, pool));
             copies.collect::<Result<Vec<_>>>()
@@ -46,17 +38,11 @@ impl Content<'_> {
                 header: Blob::copy(header, pool)?,
                 payload: Blob::copy(payload, pool)?,
                 sidecars: copied(sidecars)?,
-                object: None,
             },
             Self::Write(header, bytes, write, sidecars) => Stored {
                 header: Blob::copy(header, pool)?,
                 payload: Blob::written(*bytes, pool, write)?,
                 sidecars: copied(sidecars)?,
-                object: None,
-            },
-            Self::Object(object, _) => Stored {
-                object: object.take(),
-                ..Stored::default()
             },
         })
     }
@@ -68,10 +54,9 @@ pub(super) struct Stored {
     header: Blob,
     payload: Blob,
     sidecars: Vec<Blob>,
-    object: Option<Object>,
 }
 
-/// An encoded trajectory in the buffer's memory, or an object of the caller's.
+/// An encoded trajectory in the buffer's memory.
 pub struct Item {
     pub(super) stored: Stored,
     pub(super) label: Label,
@@ -98,11 +83,6 @@ impl Item {
     /// One of them.
     pub fn sidecar(&self, index: usize) -> Option<&[u8]> {
         self.stored.sidecars.get(index).map(Blob::bytes)
-    }
-
-    /// What is kept by reference; header and payload are empty then.
-    pub fn object(&self) -> Option<&Object> {
-        self.stored.object.as_ref()
     }
 
     /// Oldest policy version of its tokens.

@@ -20,7 +20,7 @@ impl Slot {
         }
     }
 
-    pub(super) fn publish(mut self, content: &mut Content<'_>, label: Label) -> Result<()> {
+    pub(super) fn publish(mut self, content: &Content<'_>, label: Label) -> Result<()> {
         let shared = match &self.charge {
             Some(charge) => charge.shared.clone(),
             None => return Ok(()),

@@ -55,20 +55,17 @@ impl Waiter {
         Ok(items.map(|items| leases(&self.shared, items)))
     }
 
-    /// Tries again to put in a trajectory of the announced size (an object counts as that); gives what [`Buffer::put`] gives, or none.
+    /// Tries again to put in a trajectory of the announced size; gives what [`Buffer::put`] gives, or none.
     ///
     /// # Errors
     /// [`Error::Closed`]; [`Error::Full`] by [`Policy::Reject`]; [`Error::Validation`] for another size.
     pub fn put(
         &self,
-        content: &mut Content<'_>,
+        content: &Content<'_>,
         label: impl Into<Label>,
     ) -> Result<Option<Vec<Vec<u8>>>> {
         debug_assert_eq!(self.side, Side::Put);
         let label = label.into();
-        if let Content::Object(_, bytes) = content {
-            *bytes = self.ticket.need;
-        }
         let bytes = content.bytes();
         if bytes != self.ticket.need {
             return Err(invalid(format!(
