@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from sao.broker.broker import Broker
+from sao.broker.server import Server
 from sao.config import load_resolved
 from sao.errors import ConfigError, Error
 
@@ -26,14 +26,14 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         config = load_resolved(arguments.run_folder / "config.json")
-        broker = Broker(config, arguments.run_folder, arguments.endpoint, arguments.resume_step, arguments.line)
+        server = Server(config, arguments.run_folder, arguments.endpoint, arguments.resume_step, arguments.line)
     except (Error, OSError) as error:
         logging.error("%s", error)
         return 2 if isinstance(error, ConfigError) else 1
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda n, _frame: broker.end(f"broker received {signal.Signals(n).name}"))
+        signal.signal(number, lambda n, _frame: server.end(f"broker received {signal.Signals(n).name}"))
     try:
-        broker.run()
+        server.run()
     except Exception:
         return 1  # logged where it happened
     return 0

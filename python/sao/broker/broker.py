@@ -1,371 +1,451 @@
-"""The broker's process: its state behind a mailbox."""
+"""The broker: the life of a task, from its issue to its training or its drop, without sockets and without a clock.
+
+    issued -> generating -> ready -> leased -> trained | dropped(reason)
+
+Each owner keeps its own state: the task book (where every task is), the scheduler (who works), the ready store (what
+waits to be trained), the lease table (what the learner has), the versions, the evaluation rounds, the run (how far it
+is). What happens to a task passes through here, in the order of its life. Times are seconds of one monotonic clock and
+are passed in; what must be sent goes through the outbox.
+"""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections import deque
-from collections.abc import Callable, Hashable
-from pathlib import Path
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from sao import _core
-from sao.broker import recovery, report
-from sao.broker.ledger_file import LedgerFile
-from sao.broker.memory import Memory, last_line, open_log
-from sao.broker.state import State
-from sao.broker.waits import waits
+from sao.broker import wal
+from sao.broker.evaluation import Evaluation
+from sao.broker.leases import LeaseTable
+from sao.broker.memory import Memory
+from sao.broker.metrics import GapAlarm, StepMeter
+from sao.broker.outbox import Outbox
+from sao.broker.report import Report
+from sao.broker.run import Run
+from sao.broker.scheduler import Scheduler
+from sao.broker.store import ReadyStore
+from sao.broker.tasks import TaskBook, TrainingTask
+from sao.broker.versions import Versions
 from sao.config import Config
-from sao.errors import ClosedError, ConfigError, LedgerError, TransportError, WireError
-from sao.storage.failpoints import failpoint
-from sao.transport.actor import LATER, Actor
-from sao.transport.keys import server_keys
-from sao.transport.mailbox import GOODBYE, Peer, Reply, Request
+from sao.errors import LedgerError, TransportError, ValidationError, WireError
 from sao.transport.messages import Buffer
-from sao.transport.sockets import is_local
 
 log = logging.getLogger(__name__)
-ROLES: Final = ("generator", "learner", "supervisor", "visitor")  # a visitor reads how the run is set up and stands
-WORKERS: Final = ("generator", "learner")
-KEPT_MESSAGES: Final = 1000  # for a supervisor that has not joined yet
-TICK_S: Final = 1.0
-MAX_TOKENS: Final = 1 << 40  # that one rollout may claim to have sampled; no number of a turn is larger
-AWAY: Final = ("silent", "unreachable")  # how reasons begin with which a peer may be back
-LEARNER_GRACE_S: Final = 60.0  # for a learner that has left to come back
+INCOMPLETE: Final = "group_incomplete"
 
 
 class Broker:
-    """Serves `endpoint` until the run is done and its workers have left; after `end`, `shutdown_s` later at the latest.
-
-    The ledger is `<run_folder>/ledger.log`, the log (`buffer.durability`) is in `<run_folder>/wal`. A broker of a run
-    with a log goes on where the one before it was killed; without, tasks that were left unfinished are started again.
-    With `resume_step` the learner has lost later steps: what was trained in them is played again. `line` numbers such
-    returns, so that a broker that is killed after one does not return once more. Raises `TransportError` when it cannot
-    listen and `LedgerError` when the ledger is damaged.
+    """The state machine of a run. Raises `sao` errors for wrong requests; a `LedgerError` means that the state itself
+    is wrong. `resumed`: the step from which a run is resumed; nothing is handed out before the learner continues there.
+    Answers to generators are a reason of refusal, empty for what is accepted.
     """
 
     def __init__(
         self,
         config: Config,
-        run_folder: Path,
-        endpoint: str,
-        resume_step: int | None = None,
-        line: int | None = None,
+        ledger: Any,
+        outbox: Outbox,
+        now: float,
+        resumed: int | None = None,
+        memory: Memory | None = None,
     ) -> None:
-        self._config, self._line = config, line or 0
-        self._early: deque[tuple[str, dict[str, Any]]] = deque(maxlen=KEPT_MESSAGES)
-        transport = config.transport
-        keys = server_keys(transport.keys, endpoint)
-        if keys is None and not (is_local(endpoint) or transport.allow_remote):
-            raise ConfigError(f"{endpoint} is not local: set transport.keys, or transport.allow_remote = true")
-        self.actor = Actor(
-            endpoint,
-            on_join=self._join,
-            on_leave=self._leave,
-            max_message_bytes=transport.max_message_bytes,
-            heartbeat_s=transport.heartbeat_s,
-            peer_timeout_s=transport.peer_timeout_s,
-            keys=keys,
-            commit=self._persist if config.buffer.durability != "off" else None,
+        self.config, self.outbox = config, outbox
+        self.run = Run(config, resumed)
+        self.book = TaskBook(ledger, memory, config.algorithm.group_size)
+        self.store = ReadyStore(
+            config.buffer.max_trajectories, config.buffer.max_bytes, 9 * config.sampling.context_tokens + 4096
         )
-        self._mailbox = self.actor.mailbox
-        self.memory: Memory | None = None
-        try:
-            self.ledger = _core.Ledger(str(run_folder / "ledger.log"))
-            self._ledger_file = LedgerFile(self.ledger, run_folder, config.buffer.ledger_growth_bytes)
-            log_ = open_log(config, run_folder)
-            if resume_step is not None and log_ is not None and line is not None and last_line(log_) == line:
-                resume_step = None  # an earlier broker has gone back already
-            back = [] if resume_step is None else self.ledger.rewind(resume_step)
-            failpoint("ledger.rewound")
-            limit = config.buffer.prefix_bytes
-            self.memory = Memory(log_, self.ledger, goes_on=resume_step is None, prefix_bytes=limit)
-            self.state = State(config, self.ledger, self, time.monotonic(), resume_step, self.memory)
-        except BaseException:
-            self.actor.close(0)
-            if self.memory is not None:
-                self.memory.close()
-            raise
-        self._takes: dict[Hashable, Request] = {}
-        self._endings = 0
-        self._closing_since: float | None = None
-        if back:
-            steps, count = f"{back[-1]['step']} to {back[0]['step']}", sum(len(step["tasks"]) for step in back)
-            self.state.event("warning", f"steps {steps} are lost; their {count} tasks are played again")
-        self._register()
+        self.versions = Versions(config.staleness)
+        self.evaluation = Evaluation(config)
+        self.meter = StepMeter(now, ledger.tokens()["sampled"])
+        shared = config, self.run, self.book, self.store, self.versions
+        self.scheduler = Scheduler(*shared, self.evaluation, outbox)
+        self.leases = LeaseTable(*shared, self.meter, outbox)
+        self.report = Report(*shared, self.scheduler, self.leases, self.evaluation, self.meter)
+        self._gap_alarm = GapAlarm(config.logprob_gap_limit)
+        self._restore(now)
 
-    def run(self) -> None:
-        """Serves to the end. Any error but those of peers ends the run with that reason and is raised."""
-        log.info("listening on %s", self.actor.endpoint)
-        if not is_local(self.actor.endpoint) and self._config.transport.keys is None:
-            log.warning("%s is open to the network, without encryption or passwords", self.actor.endpoint)
-        try:
-            self.actor.run()
-        except Exception as error:
-            self._crash(error)
-            raise
-        finally:
-            self.actor.close()
-            try:
-                if self.memory is not None:
-                    self.memory.close(remove=self.state.done is not None and not self.state.done["failed"])
-            finally:
-                self.ledger.close()
-                log.info("closed")
+    # -- issued, generating
 
-    def end(self, reason: str) -> None:
-        """Ends the run in order; the second call ends the broker at once. For signal handlers and other threads."""
-        self._endings += 1
-        if self._endings > 1:
-            self.actor.stop()
+    def generator_holds(self, name: str, held: Sequence[tuple[int, int]], now: float) -> None:
+        """A generator that has joined works on these training tasks (ordinal, attempt): it keeps those that are its
+        own, the others it is told to leave.
+        """
+        if name in self.scheduler.generators:
+            self.scheduler.claim(name, held)
+            self.progress(now)
+
+    def slots(self, name: str, free: int, received: int | None, now: float) -> None:
+        """A generator states its free slots, as of `received` tasks received."""
+        self.scheduler.slots(name, free, received)
+        self.scheduler.dispatch(now)
+
+    def loaded(self, name: str, version: int, fingerprint: str) -> None:
+        """A generator says which weights it serves. Raises `TransportError` when they are not those of that version."""
+        try:
+            self.scheduler.loaded(name, version, fingerprint)
+        except TransportError as error:
+            self.outbox.event("error", f"generator {name}: {error}")
+            raise
+
+    def generator_left(self, name: str, reason: str, now: float) -> None:
+        """A generator is gone: its tasks are started again elsewhere, late answers are fenced by the attempt."""
+        joined = name in self.scheduler.generators
+        self.scheduler.left(name)
+        if joined and self.run.done is None:
+            running = self.book.running_on(name)
+            count = len(running) + list(self.evaluation.open.values()).count(name)
+            self.outbox.event("warning", f"generator {name}: {reason}; {count} tasks in flight are started again")
+            self._lost(running)
+            self.evaluation.lost(name)
+        self.progress(now)
+
+    # -- ready
+
+    def trajectory(self, name: str, frames: Sequence[Buffer], now: float) -> str:
+        """Takes a finished trajectory (header, payload, sidecars)."""
+        limit = self.config.transport.max_message_bytes
+        try:
+            metadata = _core.summary(frames[0], frames[1], max_bytes=limit, sidecars=frames[2:])
+        except (WireError, ValidationError) as error:
+            self.outbox.event("error", f"generator {name}: corrupt trajectory refused: {error}")
+            return f"corrupt: {error}"
+        tokens = metadata["n_actions"]
+        task = self.book.current(metadata["task_ordinal"], metadata["attempt"], tokens)
+        if isinstance(task, str):
+            return task
+        if reason := self._fault(name, metadata, frames):
+            self._drop(task, reason, tokens)
+            self._failed(name, reason, f"task {task.ordinal}", now)
+            self.progress(now)
+            return reason
+        self.book.ready(task, metadata, frames, now)
+        self.run.failures_in_a_row = 0
+        oldest = self.versions.oldest_kept
+        if oldest is not None and task.min_version < oldest:
+            self._drop_stale(task)
         else:
-            self.actor.call(lambda: self._end(reason))
+            self.store.put(task.ordinal, frames, task.min_version)
+        self.progress(now)
+        return ""
 
-    # -- how the state's decisions leave (`Wire`)
-
-    def _persist(self) -> None:
-        if self.memory is not None:
-            self.memory.commit(recovery.note_of(self.state, self._line))
-
-    def to_generator(self, name: str, kind: str, body: dict[str, Any], frames: tuple[Buffer, ...] = ()) -> None:
-        """Pushes to one generator."""
-        for peer in self._of("generator"):
-            if peer.name == name:
-                self._push(peer, kind, body, frames)
-
-    def to_learner(self, kind: str, body: dict[str, Any]) -> None:
-        """Pushes to the learner."""
-        for peer in self._of("learner"):
-            self._push(peer, kind, body)
-
-    def to_supervisor(self, kind: str, body: dict[str, Any]) -> None:
-        """Pushes to the supervisor; what happens before it joins is kept for it."""
-        peers = self._of("supervisor")
-        if not peers:
-            self._early.append((kind, body))
-        for peer in peers:
-            self._push(peer, kind, body)
-
-    def batch(self, take: Hashable, body: dict[str, Any], frames: tuple[Buffer, ...]) -> None:
-        """Answers a waiting `take`; the frames are views of the buffer's memory and are not copied."""
-        failpoint("broker.leased")
-        self._answer_take(take, Reply("batch", body, frames))
-
-    def no_batch(self, take: Hashable, reason: str) -> None:
-        """Answers a waiting `take`: the run has ended."""
-        self._answer_take(take, Reply("stop", {"reason": reason}))
-
-    def _answer_take(self, take: Hashable, reply: Reply) -> None:
-        request = self._takes.pop(take, None)
-        if request is not None:
-            self._mailbox.reply(request, reply)
-
-    def _push(self, peer: Peer, kind: str, body: dict[str, Any], frames: tuple[Buffer, ...] = ()) -> None:
-        try:
-            self._mailbox.push(peer, kind, body, frames)
-        except WireError as error:  # what a peer gave us to pass on is too large: that must not undo a commit
-            log.error("%s to %s not sent: %s", kind, peer.name, error)
-
-    # -- messages
-
-    def _register(self) -> None:
-        on, actor = self._on, self.actor
-        on("slots", "generator", self._slots)
-        on("stats", "generator", lambda r, _: self.state.stats(r.peer.name, r.body))
-        on("loaded", "generator", lambda r, _: self.state.loaded(r.peer.name, r.body["version"], r.body["fingerprint"]))
-        on("trajectory", "generator", self._trajectory)
-        on("turn", "generator", self._turn)
-        on("diverged", "generator", self._diverged)
-        on("failure", "generator", self._failure)
-        on("eval_result", "generator", lambda r, now: Reply(body=self.state.eval_result(r.peer.name, r.body, now)))
-        on("take", "learner", self._take)
-        on("commit", "learner", self._commit)
-        on("event", "learner", lambda r, _: self.state.event(r.body["level"], r.body["text"]))
-        on("left", "supervisor", self._left)
-        on("stop", "supervisor", lambda r, now: self.state.finish(r.body["reason"], now, ok=False))
-        actor.on("snapshot", lambda r: Reply("snapshot", self.snapshot()))
-        actor.on("config", lambda r: Reply("config", {"config": self._config.model_dump(mode="json")}))
-        actor.on("error", self._worker_error, *WORKERS)
-        actor.on("cancel", self._cancel)
-        actor.every(TICK_S, self._tick)
-
-    def _on(self, kind: str, role: str, handler: Callable[[Request, float], Reply | None]) -> None:
-        def handle(request: Request) -> Reply | None:
-            now = time.monotonic()
-            try:
-                return handler(request, now)
-            except LedgerError as error:  # never train on books that do not close
-                self.state.finish(f"{kind} of {request.peer.name}: {error}", now, ok=False)
-                raise
-
-        self.actor.on(kind, handle, role)
-
-    def _slots(self, request: Request, now: float) -> None:
-        self.state.slots(request.peer.name, request.body["free"], request.body.get("received"), now)
-
-    def _trajectory(self, request: Request, now: float) -> Reply:
-        frames = request.message.frames
-        if len(frames) < 2:
-            raise WireError(f"trajectory: expected header, payload and its sidecars, got {len(frames)} frames")
-        return Reply(body=self.state.trajectory(request.peer.name, frames, now))
-
-    def _turn(self, request: Request, now: float) -> None:
-        body, frames = request.body, request.message.frames
-        numbers = body["tokens"], body["version"], body["part"]
-        if len(frames) != 2 or not all(0 <= number < MAX_TOKENS for number in numbers):
-            raise WireError(f"turn: expected 2 frames and numbers in [0, {MAX_TOKENS}), got {len(frames)} and {body}")
-        recovery.turn(self.state, body, frames[0], frames[1])
-
-    def _diverged(self, request: Request, now: float) -> None:
-        recovery.diverged(self.state, request.body)
-
-    def _failure(self, request: Request, now: float) -> Reply:
-        tokens = request.body["sampled_tokens"]
-        if not 0 <= tokens < MAX_TOKENS:
-            raise WireError(f"failure.sampled_tokens: {tokens} is not in [0, {MAX_TOKENS})")
-        return Reply(body=self.state.failure(request.peer.name, request.body, now))
-
-    def _left(self, request: Request, now: float) -> Reply:
-        """The supervisor saw a process end: nobody waits for what it would have said."""
-        body = request.body
-        who = (body["role"], body["name"])
-        for peer in [p for p in self._mailbox.peers.values() if (p.role, p.name) == who]:
-            if peer.incarnation <= body["incarnation"]:
-                self._mailbox.drop(peer, body["reason"])
-        if body["role"] == "generator" and body["name"] not in self.state.pool.by_name:
-            self.state.told_left(body["name"], now)
-        return Reply(body={"step": self.state.step, "version": self.state.versions.current})
-
-    def _commit(self, request: Request, now: float) -> Reply:
-        failpoint("broker.commit")
-        return Reply(body=self.state.commit(request.body, now))
-
-    def _take(self, request: Request, now: float) -> Reply:
-        failpoint("broker.take")
-        self._takes[request.key] = request
-        try:
-            self.state.take(request.key, request.body["n"], now)
-        except Exception:
-            self._takes.pop(request.key, None)
-            raise
-        return LATER
-
-    def _cancel(self, request: Request) -> None:
-        key = (request.peer.identity, request.body.get("seq", 0))
-        self._takes.pop(key, None)
-        if request.peer.role == "learner":
-            self.state.give_up(key, time.monotonic())
-
-    def _worker_error(self, request: Request) -> None:
-        peer, text = request.peer, request.body["text"]
-        if peer.role == "learner" and self.state.done is None:
-            self.state.finish(f"learner: {text}", time.monotonic(), ok=False)
+    def failure(self, name: str, ordinal: int, attempt: int, reason: str, detail: str, tokens: int, now: float) -> str:
+        """A rollout failed after `tokens` sampled ones: it is dropped under its reason, never trained, and a new task
+        takes its place; a member of a group is played again.
+        """
+        task = self.book.current(ordinal, attempt, tokens)
+        if isinstance(task, str):
+            return task
+        reason = self.book.reason(reason)
+        if self.book.group_size > 1:
+            self._again(task, f"failed_{reason}", tokens)
         else:
-            self.state.event("error", f"{peer.role} {peer.name}: {text}")
+            self._drop(task, f"failed_{reason}", tokens)
+        self._failed(name, reason, detail, now)
+        self.progress(now)
+        return ""
 
-    def snapshot(self) -> dict[str, Any]:
-        """The state's snapshot and the sizes of the transport's own maps."""
-        peers, now = list(self._mailbox.peers.values()), time.monotonic()
-        return {
-            "waits": waits(self.state, peers, self._config.transport, now),
-            **report.snapshot(self.state),
-            "peers": len(peers),
-            "silent_s": {f"{peer.role} {peer.name}": round(now - peer.heard, 1) for peer in peers},
-            "pushes_not_acknowledged": sum(peer.link.waiting for peer in peers),
-            "answers_kept": sum(peer.link.remembered for peer in peers),
-            "requests_waiting": len(self._takes),
-            "bad_messages": self._mailbox.bad_messages,
-        }
+    # -- leased
 
-    # -- peers
-
-    def _join(self, peer: Peer) -> dict[str, Any]:
-        if peer.role not in ROLES:
-            raise TransportError(f"role {peer.role!r} is unknown, expected one of {', '.join(ROLES)}")
-        now = time.monotonic()
-        if peer.role == "learner":
-            others = [other for other in self._of("learner") if other is not peer]
-            if others:
-                raise TransportError(f"learner {others[0].name} is here already: a run has one learner")
-            self.state.learner_joined(peer.hello)
-        elif peer.role == "generator":
-            if not all(_is_task(task) for task in peer.hello.get("tasks", [])):
-                raise WireError("hello.tasks: expected a list of [ordinal, attempt]")
-            self.state.generator_joined(peer.name, now)
-        log.info("%s %s incarnation %d joined", peer.role, peer.name, peer.incarnation)
-        self.actor.call(lambda: self._joined(peer))  # after the welcome has been sent
-        return self.state.welcome()
-
-    def _joined(self, peer: Peer) -> None:
-        if peer.role == "supervisor":
-            early, self._early = self._early, deque(maxlen=KEPT_MESSAGES)
-            seen = peer.hello.get("step", 0)
-            for kind, body in early:
-                if kind != "step" or body["step"] > seen:
-                    self._push(peer, kind, body)
-            if self.state.done is not None:
-                self._push(peer, "done", self.state.done)
-        elif self.state.done is not None:
-            self._push(peer, "stop", {"reason": self.state.done["reason"]})
-        elif peer.role == "generator":
-            recovery.claim(self.state, peer.name, peer.hello.get("tasks", []), time.monotonic())
-        elif peer.role == "learner":
-            self.state.progress(time.monotonic())
-
-    def _leave(self, peer: Peer, reason: str) -> None:
-        log.info("%s %s incarnation %d left: %s", peer.role, peer.name, peer.incarnation, reason)
-        now = time.monotonic()
-        if peer.role == "generator":
-            self.state.generator_left(peer.name, reason, now)
-        elif peer.role == "learner":
-            for key in [key for key, request in self._takes.items() if request.peer is peer]:
-                del self._takes[key]
-            outage_s = self._config.transport.outage_s if reason.startswith(AWAY) else 0.0
-            self.state.learner_left(reason, now, now + outage_s if outage_s else None)
-            if reason == GOODBYE:
-                self.actor.after(LEARNER_GRACE_S, self._check_learner)
-
-    def _check_learner(self) -> None:
-        if not self.state.ending and not self._of("learner"):
-            steps = f"step {self.state.step} of {self._config.run.steps}"
-            self.state.finish(f"the learner left after {steps} and did not come back", time.monotonic(), ok=False)
-
-    def _of(self, role: str) -> list[Peer]:
-        return [peer for peer in self._mailbox.peers.values() if peer.role == role]
-
-    # -- time and the end
-
-    def _tick(self) -> None:
-        now = time.monotonic()
-        self.state.tick(now)
-        if upto := self._ledger_file.due():
-            self._persist()  # the log is written before the ledger
-            self._ledger_file.fold(upto)
-        if self.state.done is None:
+    def learner_joined(self, step: int | None, weights: dict[str, Any] | None, session: str) -> None:
+        """The learner is here. `step` and `weights`: where it continues, and its weights if they are newer. With the
+        session of the learner before, it holds what it was given; any other has lost it.
+        """
+        self.leases.back_by = None
+        if session and session == self.leases.session:
             return
-        self._closing_since = self._closing_since or now
-        peers = self._mailbox.peers.values()
-        overdue = now - self._closing_since > self._config.transport.shutdown_s
-        told = overdue or all(not peer.link.waiting for peer in peers)
-        alone = not any(peer.role in WORKERS for peer in peers)
-        if (told and alone) or (overdue and self._endings):
-            self.actor.stop()
+        if step is not None and step != self.run.step:  # the steps between would be in the books and in no weights
+            raise TransportError(f"the learner continues after step {step}, the run after step {self.run.step}")
+        self._give_back(self.leases.open)
+        self.leases.session = session
+        if weights and not self.versions.repeated(weights):
+            self.versions.check(weights)
+            self._publish(weights)
+        if self.run.awaiting:
+            self._rewind()
+            self.run.awaiting, self.scheduler.floor = False, self.versions.current
+            self.evaluation.resume(self.run.step)
+
+    def take(self, key: Hashable, n: int, now: float) -> None:
+        """Asks for `n` trajectories; answered through the outbox as soon as there are as many. Raises
+        `ValidationError`.
+        """
+        self.leases.ask(key, n, now)
+        if not self.run.over:
+            self._give_back(self.leases.of(None, key))  # the answer was lost with a broker or a connection
+            self.progress(now)
+
+    def give_up(self, key: Hashable, now: float) -> None:
+        """The learner no longer waits for this `take`: it is forgotten, or what it was given is given back."""
+        self._give_back(self.leases.give_up(key))
+        self.progress(now)
+
+    def learner_left(self, reason: str, now: float, back_by: float | None = None) -> None:
+        """The learner is gone: what it held is given back, in the old order; at `back_by` if it may be back before."""
+        self.leases.takes.clear()
+        self.leases.back_by = back_by
+        what = f"{self.leases.n_held} leased trajectories given back"
+        if back_by is not None:
+            what = f"what it holds is kept for it for {back_by - now:.0f} s"
+        if not self.run.ending:
+            self.outbox.event("warning", f"learner: {reason}; {what}")
+        if back_by is None:
+            self._give_back(self.leases.open)
+            self.progress(now)
+
+    # -- trained
+
+    def commit(
+        self,
+        lease: int,
+        step: int,
+        weights: dict[str, Any] | None,
+        trained_tokens: int,
+        masked_tokens: int,
+        metrics: Mapping[str, Any],
+        now: float,
+        last: str = "",
+    ) -> None:
+        """A learner step is done: its lease is trained, the version advances when there are weights, the step is shown.
+        `last`: why the learner wants no further step. A repeated commit changes nothing.
+
+        Raises `TransportError` for a lease that is not open, `ValidationError` for a step or version that does not
+        advance, `LedgerError` when the tokens do not add up.
+        """
+        if self.leases.committed(lease, step):
+            return
+        if step <= self.run.step:
+            raise ValidationError(f"commit.step: {step} must be above the last step {self.run.step}")
+        if weights is not None:
+            self.versions.check(weights)
+        for task in self.leases.trained(lease, step, trained_tokens, masked_tokens):
+            self.meter.ended(task.n_tokens, True)
+        self.run.step = step
+        if weights is not None:
+            self._publish(weights)
+        self.book.settle()
+        self.run.shown = {"step": step, "metrics": {**metrics, **self.report.step_metrics(now)}}
+        self.outbox.step(self.run.shown)
+        if alarm := self._gap_alarm.check(metrics):
+            self.outbox.event("warning", f"step {step}: {alarm}")
+        last = "all steps done" if step >= self.config.run.steps else last
+        if last or not self.run.ending:
+            self.evaluation.due(step, self.versions.current, now, always=bool(last))
+        if last:
+            self._end(last)
+        self.progress(now)
+
+    # -- started again, dropped
+
+    def tick(self, now: float) -> None:
+        """Deadlines and stalls; to be called about once a second."""
+        for task in self.scheduler.overdue(now):
+            if task.ordinal in self.book.running:  # else its group has ended in this very loop
+                self._overdue(task, now)
+        if self.leases.back_by is not None and now > self.leases.back_by:
+            self.learner_left("did not come back", now)
+        if self.leases.starving(now):
+            self.outbox.event("warning", f"waits for {'; '.join(self.report.waits(now))}")
+        self.progress(now)
+
+    def _overdue(self, task: TrainingTask, now: float) -> None:
+        age = f"{now - task.started:.1f} s old, the limit is {self.config.transport.rollout_timeout_s:g} s"
+        what = f"task {task.ordinal} attempt {task.attempt} on {task.generator}"
+        self.outbox.event("warning", f"stall: {what} is {age}; {'given up' if task.timed_out else 'started again'}")
+        self.outbox.cancel(task.generator, task.ordinal, task.attempt)
+        if task.timed_out:
+            self._drop(task, "deadline")
+        else:
+            task.timed_out = True
+            self._again(task, "deadline")
+
+    def _lost(self, tasks: Iterable[TrainingTask]) -> None:
+        """Tasks whose generator is gone go on elsewhere, after the turns that are kept of them."""
+        for task in tasks:
+            if task.ordinal in self.book.running:  # else its group has ended in this very loop
+                self._again(task, "generator_lost", goes_on=True)
+
+    def _again(self, task: TrainingTask, reason: str, tokens: int = 0, *, goes_on: bool = False) -> None:
+        """Has a running task started again; after its last attempt it is dropped."""
+        if not self.book.again(task, reason, tokens, goes_on=goes_on):
+            self._drop(task, reason, tokens)
+
+    def _drop(self, task: TrainingTask, reason: str, tokens: int = 0) -> None:
+        """Ends a running task without training, and with it its group, whose other members may be anywhere."""
+        self.book.drop(task, reason, tokens)
+        for member in self.book.group(task.ordinal):
+            if member.state == "running":
+                self.outbox.cancel(member.generator, member.ordinal, member.attempt)
+            elif member.state == "ready":
+                self.store.discard(member.ordinal)
+            self.book.drop(member, INCOMPLETE)
+
+    def _drop_stale(self, task: TrainingTask) -> None:
+        self.meter.ended(task.n_tokens, False)
+        self.book.drop(task, "stale")
+
+    def _drop_too_old(self) -> None:
+        """Ready rollouts that became too old for the versions there are now are dropped, where that is configured."""
+        for ordinal in self.store.keep_from(self.versions.current, self.versions.oldest_kept):
+            self._drop_stale(self.book.live[ordinal])
+
+    def _fault(self, name: str, metadata: dict[str, Any], frames: Sequence[Buffer]) -> str:
+        """Why a well-formed trajectory cannot be trained on, as a reason code; empty when it can."""
+        if metadata["termination"] == "failed" or metadata["reward"] is None:  # the rollout itself says so
+            return f"failed_{self.book.reason(metadata['reason'])}"
+        if sum(memoryview(frame).nbytes for frame in frames) > min(self.store.max_bytes, wal.MAX_BODY_BYTES):
+            return "larger_than_buffer"
+        reason, text = self.versions.fault(metadata)
+        if reason:
+            self.outbox.event("error", f"generator {name}: {text}")
+        return reason
+
+    def _failed(self, name: str, reason: str, detail: str, now: float) -> None:
+        log.info("generator %s: rollout failed: %s: %s", name, reason, detail[:500])
+        if end := self.run.failed(reason, detail[:500]):
+            self.finish(end, now, ok=False)
+
+    def _give_back(self, leases: Iterable[int]) -> None:
+        """Leases come back unused, the newest first, so that the order of completion stays."""
+        for number in sorted(leases, reverse=True):
+            self.leases.give_back(number)
+        self._drop_too_old()
+
+    def _publish(self, weights: dict[str, Any]) -> None:
+        """A new version: the clock advances, all generators get it, rollouts that are too old now are dropped."""
+        self.outbox.version(self.versions.publish(weights))
+        self._drop_too_old()
+
+    # -- evaluation
+
+    def eval_result(
+        self,
+        name: str,
+        ordinal: int,
+        reward: float | None,
+        success: bool | None,
+        reason: str,
+        detail: str,
+        version: int,
+        now: float,
+    ) -> str:
+        """Takes the result of a held-out episode; `reward` None: it failed. `success`: its own verdict, if any."""
+        if reward is not None and not -1e30 < reward < 1e30:
+            reward, reason = None, "invalid_reward"
+        reason = self.book.reason(reason or "no_reward")
+        if not self.evaluation.result(ordinal, reward, success, reason, version):
+            return "late"
+        if reward is None:
+            self._failed(name, reason, detail or "held-out episode", now)
+        else:
+            self.run.failures_in_a_row = 0
+        self.progress(now)
+        return ""
+
+    # -- what has become possible, and the end
+
+    def progress(self, now: float) -> None:
+        """Everything that may have become possible: orphans to start again, room in the buffer, takes, results of
+        rounds, the end, new tasks.
+        """
+        if self.run.done is not None:
+            return
+        self._lost(self.scheduler.orphans(now))
+        if self.store.refill():
+            self._drop_too_old()  # versions may have advanced while these waited
+        self.leases.serve(now)
+        while (result := self.evaluation.finish(now)) is not None:
+            self.outbox.evaluation(result)
+            if self.run.step > 0 and (reached := self.evaluation.target_reached(result)):
+                self._end(reached)
+        if self.run.ending and not self.evaluation.busy and not self.leases.open:
+            self.finish(self.run.ending, now, ok=True)
+            return
+        self.scheduler.dispatch(now)
+        if stuck := self.report.stuck():
+            self.finish(stuck, now, ok=False)
+
+    def finish(self, reason: str, now: float, *, ok: bool) -> None:
+        """Ends the run now: takes are answered with `stop`, peers are told.
+
+        Unfinished tasks stay in the ledger, to be started again by a later run, unless the run is complete (`ok`).
+        """
+        run = self.run
+        if run.done is not None:
+            return
+        self.evaluation.abandon()
+        self._end(reason)
+        if ok:
+            self._give_back(self.leases.open)
+            for task in list(self.book.live.values()):
+                self.book.drop(task, "run_ended")
+            self.store.clear()
+        run.done = {"reason": reason, "failed": not ok, "step": run.step, "tokens": self.book.ledger.tokens()}
+        try:
+            self.book.settle()
+        except LedgerError as error:
+            run.done |= {"reason": f"{reason}; {error}", "failed": True}
+        self.outbox.done(run.done)
 
     def _end(self, reason: str) -> None:
-        self.state.finish(reason, time.monotonic(), ok=False)
-        self._tick()
+        """No more training tasks and batches; the run is over when the held-out rounds are."""
+        self.run.end(reason)
+        self.leases.refuse(self.run.ending)
 
-    def _crash(self, error: Exception) -> None:
-        log.exception("broker failed")
-        self._mailbox.release(discard=True)  # what is not on disk was never said
-        reason = f"broker: {type(error).__name__}: {error}"
-        try:
-            self.to_supervisor("done", {"reason": reason, "failed": True, "step": self.state.step})
-            for peer in [*self._of("learner"), *self._of("generator")]:
-                self._push(peer, "stop", {"reason": reason})
-        except ClosedError:
-            log.error("peers could not be told")
+    # -- an earlier broker, an earlier step
 
+    def note(self) -> dict[str, Any]:
+        """What a later broker needs to know beside ledger and log."""
+        owners = self.run, self.versions, self.scheduler, self.leases, self.evaluation
+        note: dict[str, Any] = {"ledger_step": self.book.ledger.last_step or 0}
+        for owner in owners:
+            note |= owner.note()
+        return note
 
-def _is_task(task: Any) -> bool:
-    return isinstance(task, list) and len(task) == 2 and all(type(number) is int and number >= 0 for number in task)
+    def _restore(self, now: float) -> None:
+        """Goes on where an earlier broker was; what is damaged is an event, and its tasks are started again."""
+        past = self.book.memory.past
+        for text in past.damage:
+            self.outbox.event("warning", f"{text}; what it was about is done again")
+        if past.goes_on:
+            self._take_over(past.note, now)
+        leased = {ordinal for _, ordinals in self.book.ledger.leases() for ordinal in ordinals}
+        for wanted in (True, False):  # what is leased must be in the buffer, what is ready may wait for room
+            for ordinal, frames in past.trajectories.items():
+                task = self.book.live.get(ordinal)
+                if task is not None and (ordinal in leased) == wanted:
+                    self.store.put(ordinal, frames, task.min_version)
+                    task.finished = now
+            if wanted:
+                self.leases.reopen()
+        if past.goes_on:
+            ready, running, leased_now = self.book.n_ready, len(self.book.running), self.leases.n_held
+            where = f"step {self.run.step}, version {self.versions.current}"
+            text = f"broker: goes on after {where}: {ready} ready, {leased_now} leased, {running} running"
+            self.outbox.event("warning", text)
+        past.trajectories = {}
+        for task in self.book.broken_groups():
+            self.book.drop(task, INCOMPLETE)
+
+    def _take_over(self, note: dict[str, Any], now: float) -> None:
+        if not note:
+            if step := self.book.ledger.last_step:
+                raise LedgerError(f"the log does not know step {step} of the ledger: resume the run")
+            return
+        self.run.restore(note)
+        self.versions.restore(note)
+        self.scheduler.restore(note, now)
+        self.leases.restore(note, now)
+        if self.run.shown:  # the broker before this one may have been killed before it could
+            self.outbox.step(self.run.shown)
+        if self.run.done is None:
+            self.evaluation.restore(note, now)
+
+    def _rewind(self) -> None:
+        """The learner goes on after a step that it has been at before: of what was sampled since, only that counts
+        which weights of the steps that are left have sampled, and no more than may be ahead of them.
+        """
+        ahead = (self.config.staleness.max_lag + 1) * self.config.learner.batch_trajectories
+        for ordinal in self.book.rewind(self.versions.current, ahead):
+            self.store.discard(ordinal)

@@ -1,60 +1,189 @@
-"""Batches for the learner: which trajectories, and what happens when they come back unused."""
+"""The lease table of the broker: who asks for batches, which trajectories are with the learner, and until when."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Final
 
-from sao.broker.tasks import OpenLease, Take
+from sao.broker.metrics import StepMeter
+from sao.broker.outbox import Outbox
+from sao.broker.run import Run
+from sao.broker.store import ReadyStore
+from sao.broker.tasks import TaskBook, TrainingTask
+from sao.broker.versions import Versions
+from sao.config import Config
+from sao.errors import TransportError, ValidationError
 
-if TYPE_CHECKING:
-    from sao.broker.state import State
-
-
-def serve(state: State, take: Take, now: float) -> bool:
-    """Answers a take when its trajectories are ready: in order of completion, or in order of issue (`window`).
-
-    `window`: the `n` oldest tasks must all be ready. When a task is started at most (max_lag + 1) * batch - 1
-    others are before it, so it is used in the (max_lag + 1)-th update from then at the latest: no token exceeds
-    `max_lag`.
-    """
-    book, store = state.book, state.store
-    if state.config.staleness.discipline == "window":
-        head = book.head(take.n)
-        held = store.take_tasks(head) if head else []
-    elif state.groups.size > 1:
-        whole = state.groups.ready(take.n)
-        held = store.take_tasks(whole) if whole else []
-    else:
-        held = store.take(take.n)
-    if not held:
-        return False
-    number, ordinals = state.next_lease, [ordinal for ordinal, _ in held]
-    state.next_lease += 1
-    tasks = book.lease(number, ordinals)
-    state.leases[number] = OpenLease(take.key, held)
-    for task in tasks:
-        state.meter.taken(state.versions.current - task.min_version, now - task.finished)
-    state.meter.wait_s += now - take.since
-    body = {
-        "lease": number,
-        "version": state.versions.current,
-        "step": state.step,
-        "ordinals": ordinals,
-        "attempts": [task.attempt for task in tasks],
-        "ages_s": [now - task.finished for task in tasks],
-    }
-    views = [memoryview(part) for _, lease in held for part in (lease.header, lease.payload, *lease.sidecars)]
-    state.wire.batch(take.key, body, tuple(views))
-    return True
+STARVING_S: Final = 60.0
 
 
-def give_back(state: State, number: int) -> None:
-    """What the learner has not used is ready again; what the log has lost meanwhile is started again."""
-    lease = state.leases.pop(number)
-    state.book.give_back(number, [ordinal for ordinal, _ in lease.held])
-    for ordinal, held in lease.held:
-        if held is not None:
-            held.give_back()
+@dataclass(slots=True)
+class Take:
+    """A learner's request that waits for `n` trajectories; `key` names it to the outbox."""
+
+    key: Hashable
+    n: int
+    since: float
+    warned: float
+
+
+@dataclass(slots=True)
+class OpenLease:
+    """Trajectories that are with the learner, by the `take` that asked for them (None: an earlier broker's)."""
+
+    key: Hashable
+    held: list[tuple[int, Any]]
+    """Ordinal and the buffer's lease; None where the log has lost the trajectory and only the learner has it."""
+
+    @property
+    def ordinals(self) -> list[int]:
+        """Its tasks, in the order in which they went out."""
+        return [ordinal for ordinal, _ in self.held]
+
+
+class LeaseTable:
+    """The waiting takes and the open leases of the one learner. Numbers are given once in a run."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: Run,
+        book: TaskBook,
+        store: ReadyStore,
+        versions: Versions,
+        meter: StepMeter,
+        outbox: Outbox,
+    ) -> None:
+        self._config, self._run, self._book, self._store = config, run, book, store
+        self._versions, self._meter, self._outbox = versions, meter, outbox
+        self.takes: deque[Take] = deque()
+        self.open: dict[int, OpenLease] = {}
+        self.session = ""
+        """Of the learner that has joined last; who comes back with it holds what it was given."""
+        self.back_by: float | None = None
+        """When what a silent learner holds is given back, unless it is heard again."""
+        self._next, self._last = 1, 0
+
+    @property
+    def n_held(self) -> int:
+        """Trajectories in all open leases."""
+        return sum(len(lease.held) for lease in self.open.values())
+
+    def ask(self, key: Hashable, n: int, now: float) -> None:
+        """A `take` of `n` trajectories waits until there are as many. Raises `ValidationError`."""
+        limit = self._config.learner.batch_trajectories
+        if not 1 <= n <= limit or n % self._book.group_size:
+            what = f"{n} is not in [1, learner.batch_trajectories = {limit}]"
+            raise ValidationError(f"take.n: {what}, or no multiple of algorithm.group_size = {self._book.group_size}")
+        if self._run.over:
+            self._outbox.no_batch(key, self._run.over)
         else:
-            state.book.requeue(state.book.live[ordinal], None, "log_damaged", None)
-    state.drop_too_old()
+            self.takes.append(Take(key, n, now, now))
+
+    def serve(self, now: float) -> None:
+        """Answers the takes whose trajectories are ready, in the order in which they came."""
+        while self.takes and (held := self._ready(self.takes[0].n)):
+            self._lease(self.takes.popleft(), held, now)
+
+    def starving(self, now: float) -> bool:
+        """Whether a take has waited for `STARVING_S`, and again after as long."""
+        hungry = [take for take in self.takes if now - take.warned >= STARVING_S]
+        for take in hungry:
+            take.warned = now
+        return bool(hungry)
+
+    def refuse(self, reason: str) -> None:
+        """Answers all waiting takes: the run ends."""
+        while self.takes:
+            self._outbox.no_batch(self.takes.popleft().key, reason)
+
+    def give_up(self, key: Hashable) -> list[int]:
+        """The learner no longer waits for this `take`; returns the numbers of the leases that have answered it."""
+        self.takes = deque(take for take in self.takes if take.key != key)
+        return self.of(key)
+
+    def of(self, *keys: Hashable) -> list[int]:
+        """Numbers of the open leases that have answered these takes."""
+        return [number for number, lease in self.open.items() if lease.key in keys]
+
+    def give_back(self, number: int) -> None:
+        """What the learner has not used is ready again; what the log has lost meanwhile is started again."""
+        lease = self.open.pop(number)
+        self._book.give_back(number, lease.ordinals)
+        for ordinal, held in lease.held:
+            if held is not None:
+                held.give_back()
+            else:
+                self._book.requeue(self._book.live[ordinal], "log_damaged")
+
+    def committed(self, number: int, step: int) -> bool:
+        """Whether this very commit was taken before, and its answer lost. Raises `TransportError` for a lease that is
+        not open.
+        """
+        if number in self.open:
+            return False
+        if (number, step) != (self._last, self._run.step):
+            raise TransportError(f"commit.lease: {number} is not open")
+        return True
+
+    def trained(self, number: int, step: int, trained: int, masked: int) -> list[TrainingTask]:
+        """Step `step` has used an open lease; returns its tasks. Raises `LedgerError` when the numbers of tokens are
+        not those of the lease; nothing has changed then.
+        """
+        lease = self.open[number]
+        tasks = self._book.trained(number, lease.ordinals, step, trained, masked)
+        del self.open[number]
+        self._last = number
+        for _, held in lease.held:
+            if held is not None:
+                held.commit()
+        return tasks
+
+    def note(self) -> dict[str, Any]:
+        """What `restore` needs beside the ledger's leases."""
+        return {"next_lease": self._next, "last_lease": self._last, "learner": self.session}
+
+    def restore(self, note: dict[str, Any], now: float) -> None:
+        """Goes on where an earlier broker was: its learner may come back for `transport.outage_s`."""
+        self._next, self._last, self.session = note["next_lease"], note["last_lease"], note["learner"]
+        self.back_by = now + self._config.transport.outage_s
+
+    def reopen(self) -> None:
+        """Opens the ledger's leases, with those of their trajectories that are in the store."""
+        for number, ordinals in self._book.ledger.leases():
+            there = {ordinal: held for o in ordinals for ordinal, held in self._store.take_tasks([o])}
+            self.open[number] = OpenLease(None, [(ordinal, there.get(ordinal)) for ordinal in ordinals])
+            self._next = max(self._next, number + 1)
+
+    def _ready(self, n: int) -> list[tuple[int, Any]]:
+        """`n` trajectories in order of completion, or in order of issue (`window`); empty while there are fewer.
+
+        `window`: the `n` oldest tasks must all be ready. When a task is started at most (max_lag + 1) * batch - 1
+        others are before it, so it is used in the (max_lag + 1)-th update from then at the latest: no token exceeds
+        `max_lag`.
+        """
+        if self._config.staleness.discipline == "window":
+            return self._store.take_tasks(self._book.head(n) or [])
+        if self._book.group_size > 1:
+            return self._store.take_tasks(self._book.whole_groups(n) or [])
+        return self._store.take(n)
+
+    def _lease(self, take: Take, held: list[tuple[int, Any]], now: float) -> None:
+        number, lease = self._next, OpenLease(take.key, held)
+        tasks = self._book.lease(number, lease.ordinals)
+        self.open[number], self._next = lease, number + 1
+        for task in tasks:
+            self._meter.taken(self._versions.current - task.min_version, now - task.finished)
+        self._meter.wait_s += now - take.since
+        body = {
+            "lease": number,
+            "version": self._versions.current,
+            "step": self._run.step,
+            "ordinals": lease.ordinals,
+            "attempts": [task.attempt for task in tasks],
+            "ages_s": [now - task.finished for task in tasks],
+        }
+        views = [memoryview(part) for _, copy in held for part in (copy.header, copy.payload, *copy.sidecars)]
+        self._outbox.batch(take.key, body, tuple(views))

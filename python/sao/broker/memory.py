@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import msgpack
 
+from sao import _core
 from sao.broker.wal import Kind, Log, Record
 from sao.config import Config
 from sao.storage.failpoints import failpoint
@@ -30,8 +31,8 @@ ANSWERED: Final = 1 << 14  # attempts that are remembered to have ended; more th
 class Past:
     """What an earlier broker has left, as far as the ledger confirms it."""
 
-    trajectories: dict[int, tuple[int, memoryview, memoryview]] = field(default_factory=dict)
-    """Task -> attempt, header, payload with what follows it."""
+    trajectories: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
+    """Task -> header, payload, sidecars."""
     note: dict[str, Any] = field(default_factory=dict)
     goes_on: bool = False
     """Whether its generators and its learner are still there."""
@@ -208,7 +209,7 @@ class Memory:
                 turns.pop(record.ordinal, None)  # they are in it, whatever becomes of it
                 if record.attempt == attempt and phase != "requeued":
                     trajectories[record.ordinal] = (segment, record)
-                    past.trajectories[record.ordinal] = (attempt, record.header, record.payload)
+                    past.trajectories[record.ordinal] = whole(bytes(record.header), record.payload)
             elif record.kind == Kind.TURN and attempt >= 0:
                 known = turns[record.ordinal].get(record.part)
                 if known is None or known[1].attempt <= record.attempt:
@@ -259,6 +260,14 @@ def _chain(parts: dict[int, tuple[int, Record]]) -> list[tuple[int, Record]]:
         if not found[1].header.nbytes:
             break
     return chain
+
+
+def whole(header: bytes, bodies: memoryview) -> tuple[bytes, ...]:
+    """Header, payload and sidecars, copied out of the bodies that lie one behind the other."""
+    facts = _core.summary(header)
+    sizes = (facts["payload_bytes"], *facts["sidecars"].values())
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return (header, *(bytes(bodies[a:b]) for a, b in itertools.pairwise(ends)))
 
 
 def open_log(config: Config, run_folder: Path) -> Log | None:

@@ -1,12 +1,11 @@
-"""The broker's share of a step's metrics."""
+"""What the broker measures from step to step, and the alarm of the log-prob gap."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
-
-from sao.broker.tasks import Pool
 
 
 class StepMeter:
@@ -64,42 +63,22 @@ class StepMeter:
 
 
 class GapAlarm:
-    """Tells when engine and learner no longer compute the same policy: by the log-prob gap at lag 0, nats.
+    """The alarm that engine and learner no longer compute the same policy: the log-prob gap at lag 0, nats.
 
     A gap that grows is the one sign of an engine that serves other weights, keeps keys of old ones, or samples from
-    another distribution than the one that is scored. Told once, and again after the gap has been below the limit.
+    another distribution than the one that is scored. It sounds once, and again after the gap has been below the limit.
     """
 
     def __init__(self, limit: float) -> None:
-        self._limit, self._told = limit, False
+        self._limit, self._above = limit, False
 
-    def look(self, metrics: dict[str, Any]) -> str | None:
-        """What to tell about the metrics of a learner's step; None if nothing, or nothing new."""
+    def check(self, metrics: Mapping[str, Any]) -> str:
+        """The alarm's text for the metrics of a learner's step; empty when there is none, or nothing new."""
         gap = metrics.get("logprob_gap/mean")
         if gap is None:  # no token of lag 0
-            return None
-        told, self._told = self._told, gap > self._limit
-        if told or not self._told:
-            return None
+            return ""
+        before, self._above = self._above, gap > self._limit
+        if before or not self._above:
+            return ""
         text = f"log-prob gap at lag 0: {gap:.3g} nats on average, expected at most {self._limit:g}"
         return f"{text} (telemetry.max_logprob_gap): engine and learner do not compute the same policy"
-
-
-def generator_metrics(pool: Pool) -> dict[str, float]:
-    """The last reports of the joined generators: busy share of each and their mean, tokens per second in all."""
-    metrics: dict[str, float] = {"broker/generators": len(pool.by_name)}
-    shares: list[float] = []
-    speed = 0.0
-    for name, generator in pool.by_name.items():
-        report: dict[str, Any] = generator.report
-        if "busy_share" in report:
-            shares.append(float(report["busy_share"]))
-            metrics[f"broker/busy_share/{name}"] = shares[-1]
-        speed += float(report.get("tokens_per_s", 0.0))
-    if shares:
-        reports = [generator.report for generator in pool.by_name.values()]
-        metrics["broker/busy_share"] = sum(shares) / len(shares)
-        metrics["broker/kv_use"] = max(float(report.get("kv_use", 0.0)) for report in reports)
-        metrics["broker/episode_limit"] = sum(int(report.get("episode_limit", 0)) for report in reports)
-        metrics["broker/engine_tokens_per_s"] = speed
-    return metrics

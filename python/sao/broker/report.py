@@ -1,85 +1,142 @@
-"""What the broker shows of itself: the metrics of a step, a snapshot, one line about where things stand."""
+"""The report of the broker: the metrics of a step, a snapshot, and everything that the run waits for. It only reads."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from typing import Any
 
-from sao.broker.metrics import generator_metrics
-
-if TYPE_CHECKING:
-    from sao.broker.state import State
-
-
-def step_metrics(state: State, now: float) -> dict[str, float]:
-    """The broker's metrics of a step, all under `broker/`; rates, lags and ages are of the time since the last step."""
-    tokens, counts, book = state.book.ledger.tokens(), state.book.ledger.counts(), state.book
-    metrics: dict[str, float] = {f"broker/{name}": counts[name] for name in ("ready", "leased", "trained", "dropped")}
-    metrics |= {
-        "broker/running": len(book.running),
-        "broker/queued": book.n_queued,
-        "broker/permits": state.permits(),
-        "broker/free_slots": state.pool.free,
-        "broker/buffer_bytes": state.store.stats()["bytes"],
-        "broker/policy_version": state.versions.current,
-        "broker/eval_rounds_skipped": state.evals.skipped,
-    }
-    metrics |= {f"broker/tokens_{name}": tokens[name] for name in ("sampled", "trained", "masked", "held")}
-    metrics |= {f"broker/tokens_dropped/{reason}": count for reason, count in tokens["dropped"].items()}
-    metrics |= {f"broker/rollouts_dropped/{reason}": count for reason, count in state.book.dropped.items()}
-    return {**metrics, **state.meter.step(now, tokens["sampled"]), **generator_metrics(state.pool)}
+from sao.broker.evaluation import Evaluation
+from sao.broker.leases import LeaseTable
+from sao.broker.metrics import StepMeter
+from sao.broker.run import Run
+from sao.broker.scheduler import Scheduler
+from sao.broker.store import ReadyStore
+from sao.broker.tasks import TaskBook, TrainingTask
+from sao.broker.versions import Versions
+from sao.config import Config
 
 
-def snapshot(state: State) -> dict[str, Any]:
-    """Sizes of all queues and maps, and where tasks and tokens are."""
-    book, evals = state.book, state.evals
-    return {
-        "step": state.step,
-        "version": state.versions.current,
-        "permits": state.permits(),
-        "generators": {
-            g.name: {"free": g.free, "train": len(g.train), "evals": len(g.evals), "loaded": g.loaded}
-            for g in state.pool.by_name.values()
-        },
-        "live": len(book.live),
-        "running": len(book.running),
-        "queued": book.n_queued,
-        "ready": book.n_ready,
-        "leased": book.n_leased,
-        "leases": len(state.leases),
-        "takes": len(state.takes),
-        "waiting_for_room": state.store.n_waiting,
-        "eval_todo": evals.n_todo,
-        "eval_open": evals.n_open,
-        "failures_in_a_row": state.failures_in_a_row,
-        "fingerprints": len(state.versions.fingerprints),
-        "dropped": dict(state.book.dropped),
-        "ledger": state.book.ledger.counts(),
-        "tokens": state.book.ledger.tokens(),
-        "buffer": state.store.stats(),
-        "done": state.done,
-    }
+class Report:
+    """What the owners of a broker's state show together."""
 
+    def __init__(
+        self,
+        config: Config,
+        run: Run,
+        book: TaskBook,
+        store: ReadyStore,
+        versions: Versions,
+        scheduler: Scheduler,
+        leases: LeaseTable,
+        evaluation: Evaluation,
+        meter: StepMeter,
+    ) -> None:
+        self._config, self._run, self._book, self._store, self._versions = config, run, book, store, versions
+        self._scheduler, self._leases, self._evaluation, self._meter = scheduler, leases, evaluation, meter
 
-def standing(state: State, now: float) -> str:
-    """One line: what there is and which task is the oldest."""
-    book = state.book
-    text = (
-        f"{book.n_ready} ready, {len(book.running)} running, {book.n_queued} to be started again, "
-        f"{state.permits()} permits, {len(state.pool.by_name)} generators with {state.pool.free} free slots"
-    )
-    oldest = next(iter(book.running.values()), None)
-    if oldest is not None:
-        text += f"; oldest: task {oldest.ordinal} attempt {oldest.attempt} on {oldest.generator}, "
-        text += f"{now - oldest.started:.0f} s"
-    return text
+    def step_metrics(self, now: float) -> dict[str, float]:
+        """The broker's metrics of a step, all under `broker/`; rates, lags and ages are of the time since the last
+        step.
+        """
+        tokens, counts, book = self._book.ledger.tokens(), self._book.ledger.counts(), self._book
+        metrics: dict[str, float] = {
+            **{f"broker/{name}": counts[name] for name in ("ready", "leased", "trained", "dropped")},
+            "broker/running": len(book.running),
+            "broker/queued": book.n_queued,
+            "broker/permits": self._scheduler.permits(),
+            "broker/free_slots": self._scheduler.free,
+            "broker/buffer_bytes": self._store.stats()["bytes"],
+            "broker/policy_version": self._versions.current,
+            "broker/eval_rounds_skipped": self._evaluation.skipped,
+            **{f"broker/tokens_{name}": tokens[name] for name in ("sampled", "trained", "masked", "held")},
+            **{f"broker/tokens_dropped/{reason}": count for reason, count in tokens["dropped"].items()},
+            **{f"broker/rollouts_dropped/{reason}": count for reason, count in book.dropped.items()},
+        }
+        return metrics | self._meter.step(now, tokens["sampled"]) | self._generator_metrics()
 
+    def snapshot(self) -> dict[str, Any]:
+        """Sizes of all queues and maps, and where tasks and tokens are."""
+        book, evaluation = self._book, self._evaluation
+        train = Counter(task.generator for task in book.running.values())
+        evals = Counter(evaluation.open.values())
+        return {
+            "step": self._run.step,
+            "version": self._versions.current,
+            "permits": self._scheduler.permits(),
+            "generators": {
+                name: {"free": g.free, "train": train[name], "evals": evals[name], "loaded": g.loaded}
+                for name, g in self._scheduler.generators.items()
+            },
+            "live": len(book.live),
+            "running": len(book.running),
+            "queued": book.n_queued,
+            "ready": book.n_ready,
+            "leased": book.n_leased,
+            "leases": len(self._leases.open),
+            "takes": len(self._leases.takes),
+            "waiting_for_room": self._store.n_waiting,
+            "eval_todo": evaluation.n_todo,
+            "eval_open": len(evaluation.open),
+            "failures_in_a_row": self._run.failures_in_a_row,
+            "fingerprints": len(self._versions.fingerprints),
+            "dropped": dict(book.dropped),
+            "ledger": book.ledger.counts(),
+            "tokens": book.ledger.tokens(),
+            "buffer": self._store.stats(),
+            "done": self._run.done,
+        }
 
-def stuck(state: State) -> str:
-    """A buffer that is too small for one batch would wait for ever: why, or an empty text."""
-    book, store = state.book, state.store
-    full = store.room(book.n_leased, book.n_ready, 0) == 0
-    if not (state.takes and full) or book.running or state.leases:
-        return ""
-    ready, n, size = book.n_ready, state.takes[0].n, store.largest_bytes
-    text = f"the buffer is full with {ready} trajectories and the learner waits for {n}: raise buffer.max_bytes"
-    return f"{text} = {store.max_bytes} (largest trajectory: {size} bytes)"
+    def waits(self, now: float) -> list[str]:
+        """Everything that the run waits for, one line each, who waits first: how long it has been and how long it may
+        be. Empty when the run is over.
+        """
+        if self._run.done is not None:
+            return []
+        found, book, scheduler = list[str](), self._book, self._scheduler
+        if scheduler.missing:
+            names = ", ".join(sorted(scheduler.missing))
+            found.append(f"broker: {names} to join again, {max(0.0, scheduler.missing_until - now):.0f} s more")
+        for take in self._leases.takes:
+            there = f"{book.n_ready} ready, {len(book.running)} running, {book.n_queued} to be started again"
+            found.append(f"learner: a batch of {take.n} trajectories, for {now - take.since:.0f} s ({there})")
+        for number, lease in self._leases.open.items():
+            found.append(f"broker: the learner's commit of lease {number} with {len(lease.held)} trajectories")
+        oldest: dict[str, TrainingTask] = {}
+        for task in book.running.values():
+            oldest.setdefault(task.generator, task)
+        running = Counter(task.generator for task in book.running.values())
+        limit, permits = self._config.transport.rollout_timeout_s, scheduler.permits()
+        for name, generator in scheduler.generators.items():
+            if name in oldest:
+                found.append(
+                    f"{name}: the end of {running[name]} rollouts, task {oldest[name].ordinal} attempt"
+                    f" {oldest[name].attempt} for {now - oldest[name].started:.0f} s of"
+                    f" transport.rollout_timeout_s = {limit:g}"
+                )
+            elif generator.free and not permits:
+                found.append(f"{name}: a permit for {generator.free} free slots")
+            if generator.loaded < self._versions.current:
+                found.append(f"{name}: weights of version {self._versions.current}, serves {generator.loaded}")
+        return found
+
+    def stuck(self) -> str:
+        """Why the run waits for ever, as with a buffer that is too small for one batch; empty while it does not."""
+        book, store = self._book, self._store
+        if not self._leases.takes or self._leases.open or book.running or store.room(book.n_leased, book.n_ready, 0):
+            return ""
+        text = f"the buffer is full with {book.n_ready} trajectories and the learner waits for"
+        text += f" {self._leases.takes[0].n}: raise buffer.max_bytes"
+        return f"{text} = {store.max_bytes} (largest trajectory: {store.largest_bytes} bytes)"
+
+    def _generator_metrics(self) -> dict[str, float]:
+        """The last reports of the joined generators: busy share of each and their mean, tokens per second in all."""
+        reports = {name: generator.report for name, generator in self._scheduler.generators.items()}
+        metrics: dict[str, float] = {"broker/generators": len(reports)}
+        shares = {name: float(report["busy_share"]) for name, report in reports.items() if "busy_share" in report}
+        if shares:
+            metrics |= {f"broker/busy_share/{name}": share for name, share in shares.items()}
+            metrics["broker/busy_share"] = sum(shares.values()) / len(shares)
+            metrics["broker/kv_use"] = max(float(report.get("kv_use", 0.0)) for report in reports.values())
+            metrics["broker/episode_limit"] = sum(int(report.get("episode_limit", 0)) for report in reports.values())
+            metrics["broker/engine_tokens_per_s"] = sum(float(r.get("tokens_per_s", 0.0)) for r in reports.values())
+        return metrics

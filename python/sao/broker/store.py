@@ -1,10 +1,7 @@
-"""Finished trajectories until they are trained: the core's buffer, what did not fit into it, and the orders of
-taking.
-"""
+"""The ready store of the broker: finished trajectories until they are trained."""
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -14,24 +11,10 @@ from sao.errors import FullError
 from sao.transport.messages import Buffer
 
 
-def whole(header: bytes, bodies: memoryview) -> tuple[bytes, ...]:
-    """Header, payload and sidecars, copied out of the bodies that lie one behind the other."""
-    facts = _core.summary(header)
-    sizes = (facts["payload_bytes"], *facts["sidecars"].values())
-    ends = list(itertools.accumulate(sizes, initial=0))
-    return (header, *(bytes(bodies[a:b]) for a, b in itertools.pairwise(ends)))
-
-
-def ordinal_of(header: Buffer | _core.View) -> int:
-    """The task ordinal in an encoded header."""
-    ordinal: int = _core.summary(header)["task_ordinal"]
-    return ordinal
-
-
-class Store:
-    """Bounded by count and bytes. Room is kept for the rollouts that run, so that what they bring home fits; should
-    it not, because they are larger than any before, it waits outside the buffer and nothing new is started until it
-    is in.
+class ReadyStore:
+    """The core's buffer, bounded by count and bytes, and what did not fit into it. Room is kept for the rollouts that
+    run, so that what they bring home fits; should it not, because they are larger than any before, it waits outside
+    the buffer and nothing new is started until it is in.
     """
 
     def __init__(self, max_trajectories: int, max_bytes: int, expected_bytes: int) -> None:
@@ -90,7 +73,7 @@ class Store:
 
     def keep_from(self, version: int, oldest: int | None) -> list[int]:
         """Tells the buffer the policy version; drops what is older than `oldest` and returns the ordinals."""
-        return [ordinal_of(header) for header in self._buffer.advance(version, oldest)]
+        return [_core.summary(header)["task_ordinal"] for header in self._buffer.advance(version, oldest)]
 
     def clear(self) -> None:
         """Frees everything that waits or is ready."""

@@ -1,20 +1,21 @@
-"""The policy version and the weights that belong to each."""
+"""The policy versions of the run: the clock, the newest weights, and what may be trained at this version."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from sao import _core
+from sao.config.sections import StalenessSection
 from sao.errors import TransportError, ValidationError
 
-KNOWN_FINGERPRINTS = 64  # versions whose fingerprints are kept
+KNOWN_FINGERPRINTS: Final = 64  # versions whose fingerprints are kept
 
 
 class Versions:
     """The version clock, the newest weights, and the fingerprints of the last versions that were published."""
 
-    def __init__(self) -> None:
-        self._clock = _core.VersionClock()
+    def __init__(self, staleness: StalenessSection) -> None:
+        self._clock, self._staleness = _core.VersionClock(), staleness
         self.weights: dict[str, Any] | None = None
         self.fingerprints: dict[int, str] = {}
 
@@ -23,6 +24,11 @@ class Versions:
         """The version of the weights that the learner updates next."""
         version: int = self._clock.version
         return version
+
+    @property
+    def oldest_kept(self) -> int | None:
+        """The oldest version that is still trained; None when nothing is dropped for its age."""
+        return max(0, self.current - self._staleness.max_lag) if self._staleness.stale == "drop" else None
 
     def check(self, weights: dict[str, Any]) -> None:
         """Raises `ValidationError` unless these are complete and newer than the current ones."""
@@ -33,19 +39,13 @@ class Versions:
             raise ValidationError(f"weights.version: {weights['version']} must be above the current {self.current}")
 
     def publish(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Advances the clock to checked weights and returns what generators are told."""
+        """Advances the clock to checked weights and returns what generators must know of them."""
         self._clock.advance(weights["version"])
         self.weights = {key: weights[key] for key in ("version", "path", "fingerprint", "source") if key in weights}
         self.fingerprints[weights["version"]] = weights["fingerprint"]
         if len(self.fingerprints) > KNOWN_FINGERPRINTS:
             del self.fingerprints[next(iter(self.fingerprints))]
         return self.weights
-
-    def restore(self, version: int, weights: dict[str, Any] | None, fingerprints: dict[int, str]) -> None:
-        """Goes on where an earlier broker was."""
-        if version > self.current:
-            self._clock.advance(version)
-        self.weights, self.fingerprints = weights, dict(fingerprints)
 
     def repeated(self, weights: dict[str, Any]) -> bool:
         """Whether these are the current weights once more, perhaps at another place; they are then the ones to load."""
@@ -60,3 +60,24 @@ class Versions:
         wanted = self.fingerprints.get(version)
         if wanted is not None and wanted != fingerprint:
             raise TransportError(f"weights of version {version} are {fingerprint}, published were {wanted}")
+
+    def fault(self, metadata: dict[str, Any]) -> tuple[str, str]:
+        """Why no token of the trajectory with this header can be trusted, as a reason code and in words; else empty."""
+        if metadata["max_version"] > self.current:
+            return "future_version", f"tokens of version {metadata['max_version']}, which is not published"
+        try:
+            for version, fingerprint in metadata["fingerprints"].items():
+                self.verify(version, fingerprint)
+        except TransportError as error:
+            return "wrong_fingerprint", str(error)
+        return "", ""
+
+    def note(self) -> dict[str, Any]:
+        """What `restore` needs."""
+        return {"version": self.current, "weights": self.weights, "fingerprints": self.fingerprints}
+
+    def restore(self, note: dict[str, Any]) -> None:
+        """Goes on where an earlier broker was."""
+        if note["version"] > self.current:
+            self._clock.advance(note["version"])
+        self.weights, self.fingerprints = note["weights"], dict(note["fingerprints"])

@@ -1,0 +1,169 @@
+"""The scheduler of the broker: which generators there are, how much may be started, and who gets which task."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sao import _core
+from sao.broker.evaluation import Evaluation
+from sao.broker.outbox import Outbox
+from sao.broker.run import Run
+from sao.broker.store import ReadyStore
+from sao.broker.tasks import Assignment, TaskBook, TrainingTask, task_seed
+from sao.broker.versions import Versions
+from sao.config import Config
+
+
+@dataclass(slots=True)
+class Generator:
+    """One joined generator: its free slots, the weights that it serves, its last report."""
+
+    free: int = 0
+    sent: int = 0
+    loaded: int = 0
+    report: dict[str, Any] = field(default_factory=dict)
+
+
+class Scheduler:
+    """Hands out held-out tasks first, then as many training ones as there are permits, to free slots only."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: Run,
+        book: TaskBook,
+        store: ReadyStore,
+        versions: Versions,
+        evaluation: Evaluation,
+        outbox: Outbox,
+    ) -> None:
+        self._config, self._run, self._book, self._store = config, run, book, store
+        self._versions, self._evaluation, self._outbox = versions, evaluation, outbox
+        self._admission = _core.Admission(config.staleness.max_lag, config.learner.batch_trajectories)
+        self.generators: dict[str, Generator] = {}
+        self.floor = 0
+        """The version that a generator must have loaded before it gets a task."""
+        self.missing: set[str] = set()
+        """Generators of an earlier broker that have not joined again; they may until `missing_until`."""
+        self.missing_until = 0.0
+        self._unclaimed = bool(book.running)
+
+    @property
+    def free(self) -> int:
+        """Free slots of all generators."""
+        return sum(generator.free for generator in self.generators.values())
+
+    def joined(self, name: str) -> None:
+        """A generator is here; it gets tasks when it states free slots."""
+        self.generators[name] = Generator()
+
+    def left(self, name: str) -> None:
+        """A generator has ended; also one that has not joined again after a restart of the broker."""
+        self.generators.pop(name, None)
+        self.missing.discard(name)
+
+    def slots(self, name: str, free: int, received: int | None) -> None:
+        """Takes an absolute number of free slots, as of `received` tasks received: later ones are on the way to it."""
+        generator = self.generators[name]
+        on_the_way = 0 if received is None else max(0, generator.sent - received)
+        generator.free = max(0, free - on_the_way)
+
+    def loaded(self, name: str, version: int, fingerprint: str) -> None:
+        """A generator serves these weights. Raises `TransportError` when they are not those of that version."""
+        self._versions.verify(version, fingerprint)
+        self.generators[name].loaded = version
+
+    def claim(self, name: str, held: Sequence[tuple[int, int]]) -> None:
+        """A generator that has joined works on these (ordinal, attempt): those that are still its own it goes on
+        with, the others it is to leave.
+        """
+        self.missing.discard(name)
+        for ordinal, attempt in held:
+            if not self._book.claim(ordinal, attempt, name):
+                self._outbox.cancel(name, ordinal, attempt)
+
+    def orphans(self, now: float) -> list[TrainingTask]:
+        """Running tasks of an earlier broker that no generator has claimed, once all have been heard of or their time
+        is over.
+        """
+        if not self._unclaimed or (self.missing and now < self.missing_until):
+            return []
+        self.missing.clear()
+        self._unclaimed = False
+        return self._book.running_on("")
+
+    def overdue(self, now: float) -> list[TrainingTask]:
+        """Running tasks that are older than `transport.rollout_timeout_s`, the oldest first."""
+        found = []
+        for task in self._book.running.values():  # in the order of their start
+            if now - task.started < self._config.transport.rollout_timeout_s:
+                break
+            found.append(task)
+        return found
+
+    def permits(self) -> int:
+        """Rollouts that may be started now: by staleness, by the buffer's room, by the end of the run; the least
+        counts.
+        """
+        if self._run.ending or self._run.awaiting:
+            return 0
+        book, batch = self._book, self._config.learner.batch_trajectories
+        counts = book.ledger.counts()
+        leased, ready, running = counts["leased"], counts["ready"], counts["issued"] + counts["generating"]
+        by_lag = self._admission.permits(book.commits, book.n_trained, leased, ready, running)
+        by_end = (self._config.run.steps - self._run.step) * batch - leased - ready - running
+        return max(0, min(by_lag, by_end, self._store.room(leased, ready, running)))
+
+    def dispatch(self, now: float) -> None:
+        """Hands out what may be handed out now. A task of which turns are kept goes out with them."""
+        if self._run.done is not None or self._run.awaiting:
+            return
+        if self.generators:
+            self._evaluation.start(self._run.step, self._versions.current, now)
+        out: dict[str, list[Assignment]] = {}
+        permits = self.permits()
+        for name in self._free_slots():
+            assignment = self._evaluation.next_task(name)
+            if assignment is None:
+                if not permits:
+                    break
+                permits -= 1
+                assignment = self._start(name, now)
+            out.setdefault(name, []).append(assignment)
+        for name, assignments in out.items():
+            self._outbox.tasks(name, assignments)
+
+    def note(self) -> dict[str, Any]:
+        """What `restore` needs."""
+        return {"floor": self.floor, "generators": sorted(self.generators.keys() | self.missing)}
+
+    def restore(self, note: dict[str, Any], now: float) -> None:
+        """Goes on where an earlier broker was: its generators may join again, their rollouts go on."""
+        self.floor, self.missing = note["floor"], set(note["generators"])
+        self.missing_until = now + self._config.transport.peer_timeout_s
+        for task in self._book.running.values():
+            task.started = now
+
+    def _start(self, generator: str, now: float) -> Assignment:
+        task = self._book.start(generator, now)
+        seed = task_seed(self._config.run.seed, "train", self._config.prompt_of(task.ordinal))
+        return Assignment(task.ordinal, task.attempt, seed, "train", self._book.turns(task.ordinal))
+
+    def _free_slots(self) -> Iterator[str]:
+        """The generator for the next task, again and again while slots are free: the one with the most, so that none
+        is starved by a rounded share. The caller takes each slot it is offered.
+        """
+        able = ((name, g) for name, g in self.generators.items() if g.free > 0 and g.loaded >= self.floor)
+        heap = [(-generator.free, name) for name, generator in able]
+        heapq.heapify(heap)
+        while heap:
+            _, name = heapq.heappop(heap)
+            generator = self.generators[name]
+            yield name
+            generator.free -= 1
+            generator.sent += 1
+            if generator.free > 0:
+                heapq.heappush(heap, (-generator.free, name))
