@@ -17,14 +17,14 @@ from typing import Any
 from common import report
 
 from sao import _core
-from sao.broker.tasks import Generator, TaskBook
+from sao.broker.tasks import TaskBook
 
 
 def simulate(steps: int, lag: int, batch: int, discipline: str, seed: int) -> dict[int, int]:
     """Number of trained rollouts by lag."""
     rng = random.Random(seed)
     ledger, admission = _core.Ledger(), _core.Admission(lag, batch)
-    book, generator = TaskBook(ledger), Generator("g")
+    book = TaskBook(ledger)
     started: dict[int, int] = {}
     running: list[tuple[float, int]] = []
     finished: deque[int] = deque()
@@ -35,7 +35,7 @@ def simulate(steps: int, lag: int, batch: int, discipline: str, seed: int) -> di
         counts = ledger.counts()
         in_flight = counts["generating"]
         for _ in range(admission.permits(commits, counts["trained"], counts["leased"], counts["ready"], in_flight)):
-            task = book.start(generator, now)
+            task = book.start("g", now)
             started[task.ordinal] = commits
             heapq.heappush(running, (now + min(rng.paretovariate(1.2), 2000.0), task.ordinal))
         if held is None:
@@ -56,13 +56,12 @@ def simulate(steps: int, lag: int, batch: int, discipline: str, seed: int) -> di
         now, ordinal = heapq.heappop(running)
         task, luck = book.live[ordinal], rng.random()
         if luck < 0.02:
-            book.drop(task, generator, "failed", 0)
+            book.drop(task, "failed")
             del started[ordinal]
         elif luck < 0.025 and task.attempt < 3:
-            book.again(task, generator, "lost")
+            book.again(task, "lost")
         else:
-            task.sampled_tokens = 1
-            book.ready(task, generator, now)
+            book.ready(task, {"n_tokens": 1, "n_actions": 1, "min_version": 0, "max_version": 0}, (), now)
             finished.append(ordinal)
     ledger.check()
     return lags

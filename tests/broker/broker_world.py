@@ -1,4 +1,4 @@
-"""A broker state with a recording wire, and scripted trajectories, for tests without sockets."""
+"""A broker with an outbox that records, and scripted trajectories, for tests without sockets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from sao import _core
-from sao.broker.state import State
+from sao.broker.broker import Broker
+from sao.broker.outbox import Address, Outbox
 from sao.config import Config, parse
 from sao.trajectory import SegmentBuilder, Termination, Trajectory, encode_frames
 
@@ -62,7 +63,7 @@ def trajectory(
 
 
 class World:
-    """Scripted generators and a learner around a real `State`; `now` is moved by the test."""
+    """Scripted generators and a learner around a real `Broker`; `now` is moved by the test."""
 
     def __init__(self, cfg: Config | None = None, ledger: str | Path | None = None, resumed: int | None = None) -> None:
         self.now = 0.0
@@ -78,29 +79,30 @@ class World:
         self.config = cfg or config()
         if resumed is not None:
             self.ledger.rewind(resumed)
-        self.state = State(self.config, self.ledger, self, self.now, resumed)
+        self.outbox = Outbox(self.push, self.answer_take)
+        self.broker = Broker(self.config, self.ledger, self.outbox, self.now, resumed)
 
-    # the wire
+    # what carries the outbox's messages
 
-    def to_generator(self, name: str, kind: str, body: dict[str, Any], frames: tuple[Any, ...] = ()) -> None:
-        self.pushes.append((name, kind, body))
+    def push(self, to: Address, kind: str, body: dict[str, Any], frames: tuple[Any, ...]) -> None:
+        """Notes a push; one to a role without a name is to each of its peers."""
+        names = [to.name or to.role]
+        if to.role == "generator" and to.name is None:
+            names = list(self.broker.scheduler.generators)
+        for name in names:
+            self.pushes.append((name, kind, body))
+            if kind == "tasks":
+                self.tasks.setdefault(name, []).extend(body["tasks"])
+                self.received[name] = self.received.get(name, 0) + len(body["tasks"])
         self.frames_sent += [frames] if frames else []
-        if kind == "tasks":
-            self.tasks.setdefault(name, []).extend(body["tasks"])
-            self.received[name] = self.received.get(name, 0) + len(body["tasks"])
 
-    def to_learner(self, kind: str, body: dict[str, Any]) -> None:
-        self.pushes.append(("learner", kind, body))
-
-    def to_supervisor(self, kind: str, body: dict[str, Any]) -> None:
-        self.pushes.append(("supervisor", kind, body))
-
-    def batch(self, take: Any, body: dict[str, Any], frames: tuple[Any, ...]) -> None:
-        self.batches.append(body)
-        self.frames.append(frames)
-
-    def no_batch(self, take: Any, reason: str) -> None:
-        self.stopped_takes.append(reason)
+    def answer_take(self, take: Any, kind: str, body: dict[str, Any], frames: tuple[Any, ...]) -> None:
+        """Notes a batch, or that there is none."""
+        if kind == "stop":
+            self.stopped_takes.append(body["reason"])
+        else:
+            self.batches.append(body)
+            self.frames.append(frames)
 
     # actions
 
@@ -110,13 +112,13 @@ class World:
 
     def join(self, name: str, free: int) -> None:
         """A generator with free slots."""
-        self.state.generator_joined(name, self.now)
+        self.broker.scheduler.joined(name)
         self.received[name] = 0
         self.slots(name, free)
 
     def slots(self, name: str, free: int) -> None:
         """States free slots, all pushed tasks received."""
-        self.state.slots(name, free, self.received[name], self.now)
+        self.broker.slots(name, free, self.received[name], self.now)
 
     def pop(self, name: str, split: str = "train") -> dict[str, Any]:
         """The oldest task that a generator holds."""
@@ -129,28 +131,27 @@ class World:
         """The trajectory of a task, as frames."""
         return encode_frames(trajectory(task["ordinal"], task["attempt"], **more))
 
-    def answer(self, name: str, task: dict[str, Any], **more: Any) -> dict[str, Any]:
-        """Sends the trajectory of a task."""
-        return self.state.trajectory(name, self.encoded(task, **more), self.now)
+    def answer(self, name: str, task: dict[str, Any], **more: Any) -> str:
+        """Sends the trajectory of a task; returns why it is refused."""
+        return self.broker.trajectory(name, self.encoded(task, **more), self.now)
 
     def answer_all(self, name: str, **more: Any) -> int:
         """Answers all train tasks that a generator holds now, and frees their slots."""
         tasks = [t for t in self.tasks.get(name, []) if t["split"] == "train"]
         for task in tasks:
             self.tasks[name].remove(task)
-            assert self.answer(name, task, **more)["accepted"]
+            assert self.answer(name, task, **more) == ""
         return len(tasks)
 
-    def fail(self, name: str, task: dict[str, Any], reason: str = "crashed", tokens: int = 0) -> dict[str, Any]:
-        """Sends a failure."""
-        body = {"ordinal": task["ordinal"], "attempt": task["attempt"], "reason": reason, "sampled_tokens": tokens}
-        return self.state.failure(name, body, self.now)
+    def fail(self, name: str, task: dict[str, Any], reason: str = "crashed", tokens: int = 0, detail: str = "") -> str:
+        """Sends a failure; returns why it is refused."""
+        return self.broker.failure(name, task["ordinal"], task["attempt"], reason, detail, tokens, self.now)
 
     def take(self, n: int = BATCH) -> str:
         """Asks for a batch; returns the key."""
         self.n_takes += 1
         key = f"take-{self.n_takes}"
-        self.state.take(key, n, self.now)
+        self.broker.take(key, n, self.now)
         return key
 
     def commit(self, weights: bool = True, masked: int = 0, **metrics: float) -> None:
@@ -158,22 +159,11 @@ class World:
         body = self.batches[-1]
         held = sum(_core.summary(header)["n_actions"] for header in self.frames[-1][::2])
         self.frames.clear()  # whoever holds a view keeps its bytes in the buffer
-        step, version = self.state.step + 1, self.state.versions.current
+        step, version = self.broker.run.step + 1, self.broker.versions.current
         ref = (
             {"version": version + 1, "path": f"/w/{version + 1}", "fingerprint": f"f{version + 1}"} if weights else None
         )
-        self.state.commit(
-            {
-                "lease": body["lease"],
-                "step": step,
-                "version": version + weights,
-                "weights": ref,
-                "trained_tokens": held - masked,
-                "masked_tokens": masked,
-                "metrics": metrics,
-            },
-            self.now,
-        )
+        self.broker.commit(body["lease"], step, ref, held - masked, masked, metrics, self.now)
 
     def in_flight(self) -> int:
         """Tasks between start and training."""

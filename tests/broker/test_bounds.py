@@ -9,7 +9,6 @@ import pytest
 from broker.broker_world import BATCH, World, config
 
 from sao import _core
-from sao.broker import report
 
 
 def test_full_buffer_stops_permits_and_never_blocks() -> None:
@@ -17,9 +16,9 @@ def test_full_buffer_stops_permits_and_never_blocks() -> None:
     world.join("g0", 100)
     assert len(world.tasks["g0"]) == 6  # lag alone would permit 16
     world.answer_all("g0")
-    assert world.state.permits() == 0
+    assert world.broker.scheduler.permits() == 0
     world.take()
-    assert world.state.permits() == 0  # leased ones take room
+    assert world.broker.scheduler.permits() == 0  # leased ones take room
     world.commit()
     world.slots("g0", 100)
     assert len(world.tasks["g0"]) == 4
@@ -31,10 +30,10 @@ def test_larger_rollouts_than_ever_seen_wait_and_are_not_lost() -> None:
     n = len(world.tasks["g0"])
     assert 8 < n < 32  # room in bytes for the expected size
     for _ in range(n):
-        assert world.answer("g0", world.pop("g0"), n_sampled=800)["accepted"]  # 7 KB each
-    snapshot_waiting = world.state.store.n_waiting
+        assert world.answer("g0", world.pop("g0"), n_sampled=800) == ""  # 7 KB each
+    snapshot_waiting = world.broker.store.n_waiting
     assert snapshot_waiting > 0
-    assert world.state.permits() == 0
+    assert world.broker.scheduler.permits() == 0
     seen: list[int] = []
     while world.ledger.counts()["ready"]:
         world.take()
@@ -57,12 +56,12 @@ def test_what_waits_for_room_grows_old_like_the_rest() -> None:
     )
     world.join("g0", 6)
     for _ in range(6):
-        assert world.answer("g0", world.pop("g0"), n_sampled=1500)["accepted"]  # 13.6 KB each: four fit
-    assert world.state.store.n_waiting == 2
+        assert world.answer("g0", world.pop("g0"), n_sampled=1500) == ""  # 13.6 KB each: four fit
+    assert world.broker.store.n_waiting == 2
     for version in range(1, 4):  # none of it is taken
-        world.state._publish({"version": version, "path": f"/w/{version}", "fingerprint": f"f{version}"})
-    world.state.tick(world.now)
-    assert world.state.store.n_waiting == world.ledger.counts()["ready"] == 0
+        world.broker._publish({"version": version, "path": f"/w/{version}", "fingerprint": f"f{version}"})
+    world.broker.tick(world.now)
+    assert world.broker.store.n_waiting == world.ledger.counts()["ready"] == 0
     assert world.ledger.tokens()["dropped"] == {"stale": 9000}
     world.ledger.check()
 
@@ -74,14 +73,14 @@ def test_a_buffer_too_small_for_a_batch_is_named() -> None:
         world.answer("g0", world.pop("g0"), n_sampled=3000)
     world.slots("g0", 8)
     world.take()
-    assert world.state.done is not None and world.state.done["failed"]
-    assert "buffer.max_bytes = 65536" in world.state.done["reason"]
+    assert world.broker.run.done is not None and world.broker.run.done["failed"]
+    assert "buffer.max_bytes = 65536" in world.broker.run.done["reason"]
 
 
 def test_one_that_can_never_fit_is_refused_by_name() -> None:
     world = World(config(buffer={"max_trajectories": 64, "max_bytes": 65536}))
     world.join("g0", 8)
-    assert world.answer("g0", world.pop("g0"), n_sampled=8000)["reason"] == "larger_than_buffer"
+    assert world.answer("g0", world.pop("g0"), n_sampled=8000) == "larger_than_buffer"
 
 
 def test_end_of_the_run_closes_the_ledger() -> None:
@@ -92,9 +91,9 @@ def test_end_of_the_run_closes_the_ledger() -> None:
     world.commit()
     world.take()
     world.commit()
-    assert world.state.done is not None
-    assert world.state.done["reason"] == "all steps done"
-    assert not world.state.done["failed"]
+    assert world.broker.run.done is not None
+    assert world.broker.run.done["reason"] == "all steps done"
+    assert not world.broker.run.done["failed"]
     assert world.ledger.unfinished() == []
     tokens = world.ledger.tokens()
     assert tokens["held"] == 0
@@ -109,7 +108,7 @@ def test_interrupted_tasks_stay_for_the_next_run(tmp_path: Path) -> None:
     world = World(ledger=path)
     world.join("g0", 6)
     world.answer("g0", world.pop("g0"))
-    world.state.finish("interrupted", 0.0, ok=False)
+    world.broker.finish("interrupted", 0.0, ok=False)
     world.ledger.close()
     again = World(ledger=path)
     again.join("g0", 8)
@@ -124,17 +123,17 @@ def test_killed_at_a_random_moment_every_task_is_somewhere_once(seed: int, tmp_p
     trained: list[int] = []
     for _ in range(3):
         world = World(config(run={"steps": 1000, "max_failures_in_a_row": 10**6}), ledger=path)
-        world.state.step = len(trained) // BATCH
+        world.broker.run.step = len(trained) // BATCH
         world.join("g0", 6)
         for _ in range(rng.randrange(5, 60)):
             tasks = world.tasks.get("g0", [])
             if tasks and rng.random() < 0.8:
                 task = tasks.pop(rng.randrange(len(tasks)))
                 world.fail("g0", task) if rng.random() < 0.2 else world.answer("g0", task)
-            elif world.state.leases:
+            elif world.broker.leases.open:
                 trained += world.batches[-1]["ordinals"]
                 world.commit(weights=rng.random() < 0.5)
-            elif not world.state.takes:
+            elif not world.broker.leases.takes:
                 world.take()
             world.slots("g0", 6 - len(world.tasks["g0"]))
         world.ledger.sync()  # what a killed process leaves: all that was written, nothing more
@@ -155,11 +154,11 @@ def test_a_new_buffer_size_wins_over_the_old_one_after_a_restart(tmp_path: Path)
     world = World(config(buffer={"max_trajectories": 4}), ledger=path)
     world.join("g0", 4)
     world.answer_all("g0")
-    assert world.state.permits() == 0
+    assert world.broker.scheduler.permits() == 0
     world.ledger.close()
     again = World(config(buffer={"max_trajectories": 16}), ledger=path)
     again.join("g0", 16)
-    assert again.answer("g0", again.pop("g0"))["accepted"]
+    assert again.answer("g0", again.pop("g0")) == ""
 
 
 def test_maps_shrink_back_to_what_is_in_flight() -> None:
@@ -171,10 +170,10 @@ def test_maps_shrink_back_to_what_is_in_flight() -> None:
         world.take()
         world.answer_all(name)
         world.commit()
-        world.state.generator_left(name, "said goodbye", float(i))
+        world.broker.generator_left(name, "said goodbye", float(i))
         world.tasks.pop(name, None)
         if i in (99, 399):
-            snap = report.snapshot(world.state)
+            snap = world.broker.report.snapshot()
             keys = ("live", "running", "queued", "leases", "takes", "waiting_for_room", "fingerprints")
             sizes.append(
                 {k: snap[k] for k in keys} | {"generators": len(snap["generators"]), "book": world.ledger.entries}

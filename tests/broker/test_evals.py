@@ -15,17 +15,18 @@ def eval_config(**run: Any) -> Any:
     )
 
 
-def result(world: World, task: dict[str, Any], reward: float | None, reason: str | None = None, **more: Any) -> Any:
-    version = world.state.versions.current
-    body = {"ordinal": task["ordinal"], "reward": reward, "reason": reason, "version": version, **more}
-    return world.state.eval_result("g0", body, world.now)
+def result(
+    world: World, task: dict[str, Any], reward: float | None, reason: str = "", success: bool | None = None
+) -> str:
+    version = world.broker.versions.current
+    return world.broker.eval_result("g0", task["ordinal"], reward, success, reason, "", version, world.now)
 
 
 def run_evals(world: World, reward: float = 1.0) -> int:
     """Answers all held-out tasks that g0 holds or gets."""
     n = 0
     while any(t["split"] == "eval" for t in world.tasks["g0"]):
-        assert result(world, world.pop("g0", "eval"), reward)["accepted"]
+        assert result(world, world.pop("g0", "eval"), reward) == ""
         world.slots("g0", 8 - len(world.tasks["g0"]))
         n += 1
     return n
@@ -54,7 +55,7 @@ def test_rounds_at_the_first_every_nth_and_the_last_step() -> None:
     assert [e["step"] for e in world.pushed("eval")] == [0, 2, 4, 5]
     assert [e["version"] for e in world.pushed("eval")] == [0, 2, 4, 5]
     assert all(s == seeds[0] for s in seeds)  # the same held-out set each time
-    assert world.state.done is not None and not world.state.done["failed"]
+    assert world.broker.run.done is not None and not world.broker.run.done["failed"]
 
 
 def test_held_out_tasks_go_first_and_leave_ledger_and_buffer_alone() -> None:
@@ -64,7 +65,7 @@ def test_held_out_tasks_go_first_and_leave_ledger_and_buffer_alone() -> None:
     assert world.ledger.next_ordinal == 1
     run_evals(world)
     assert world.ledger.tokens()["sampled"] == 0
-    assert world.state.store.stats()["received"] == 0
+    assert world.broker.store.stats()["received"] == 0
 
 
 def test_failures_are_counted_and_enter_no_mean() -> None:
@@ -105,20 +106,20 @@ def test_answers_that_come_twice_or_in_the_next_round_are_refused() -> None:
     world = World(eval_config())
     world.join("g0", 8)
     task = world.pop("g0", "eval")
-    assert result(world, task, 1.0)["accepted"]
-    assert result(world, task, 1.0)["reason"] == "late"
+    assert result(world, task, 1.0) == ""
+    assert result(world, task, 1.0) == "late"
     late = world.pop("g0", "eval")
     world.now = 100.0
-    world.state.tick(world.now)  # the round's deadline
+    world.broker.tick(world.now)  # the round's deadline
     assert world.pushed("eval")[0]["failed_by_reason"] == {"deadline": 2}
-    assert result(world, late, 1.0)["reason"] == "late"
+    assert result(world, late, 1.0) == "late"
 
 
 def test_a_dead_generators_episodes_are_started_again() -> None:
     world = World(eval_config())
     world.join("g0", 2)
     held = [t["ordinal"] for t in world.tasks["g0"]]
-    world.state.generator_left("g0", "killed", 1.0)
+    world.broker.generator_left("g0", "killed", 1.0)
     world.tasks["g0"] = []
     world.join("g0", 3)
     assert sorted(t["ordinal"] for t in world.tasks["g0"]) == [0, 1, 2]
@@ -134,17 +135,17 @@ def test_the_last_round_ends_before_the_run_and_has_a_deadline() -> None:
     world.take()
     world.answer_all("g0")
     world.commit()
-    assert world.state.done is None  # held-out episodes are out
-    assert world.state.permits() == 0
+    assert world.broker.run.done is None  # held-out episodes are out
+    assert world.broker.scheduler.permits() == 0
     world.take()
     assert world.stopped_takes == ["all steps done"]
     world.now = 50.0
-    world.state.tick(world.now)
-    assert world.state.done is None
+    world.broker.tick(world.now)
+    assert world.broker.run.done is None
     world.now = 100.0
-    world.state.tick(world.now)
+    world.broker.tick(world.now)
     assert world.pushed("eval")[-1]["failed_by_reason"] == {"deadline": 3}
-    assert world.state.done is not None and not world.state.done["failed"]
+    assert world.broker.run.done is not None and not world.broker.run.done["failed"]
 
 
 def test_a_slow_round_lets_only_the_newest_wait() -> None:
@@ -152,7 +153,7 @@ def test_a_slow_round_lets_only_the_newest_wait() -> None:
     world.join("g0", 20)
     for _ in range(7):
         train_step(world)
-    assert world.state.evals.skipped == 2  # steps 2 and 4, replaced by 6
+    assert world.broker.evaluation.skipped == 2  # steps 2 and 4, replaced by 6
     run_evals(world)
     assert [e["step"] for e in world.pushed("eval")] == [0, 6]
 
@@ -170,11 +171,11 @@ def test_target_success_ends_the_run_early_and_in_order() -> None:
     world.take()  # the learner is at work when the target is reached
     world.answer_all("g0")
     run_evals(world, 1.0)
-    assert world.state.done is None
+    assert world.broker.run.done is None
     world.commit()
-    assert world.state.done is not None and not world.state.done["failed"]
-    assert "target_success = 0.9" in world.state.done["reason"]
-    assert world.state.done["step"] == 3
+    assert world.broker.run.done is not None and not world.broker.run.done["failed"]
+    assert "target_success = 0.9" in world.broker.run.done["reason"]
+    assert world.broker.run.done["step"] == 3
     world.ledger.check()
 
 
@@ -183,5 +184,5 @@ def test_a_start_policy_at_the_target_does_not_end_a_run_that_no_learner_has_joi
     world.join("g0", 8)
     run_evals(world, 1.0)
     assert world.pushed("eval")[0]["success"] == 1.0
-    assert world.state.done is None
-    assert world.state.permits() > 0 or world.tasks["g0"]
+    assert world.broker.run.done is None
+    assert world.broker.scheduler.permits() > 0 or world.tasks["g0"]

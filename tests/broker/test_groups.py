@@ -9,7 +9,6 @@ import pytest
 from broker.broker_world import World, config
 
 from sao import _core
-from sao.broker.groups import Groups
 from sao.broker.tasks import MAX_ATTEMPTS, TaskBook
 from sao.errors import ValidationError
 
@@ -69,7 +68,7 @@ def test_a_failed_member_is_played_again_with_the_same_task() -> None:
     world = grouped()
     world.join("g0", 2)
     task = world.pop("g0")
-    assert world.fail("g0", task, "grader", tokens=3)["accepted"]
+    assert world.fail("g0", task, "grader", tokens=3) == ""
     other = world.pop("g0")
     world.slots("g0", 2)
     again = world.pop("g0")
@@ -98,17 +97,17 @@ def test_a_member_that_fails_for_good_ends_its_group_in_every_state() -> None:
     world.answer("g0", ready, n_sampled=7)
     for attempt in range(MAX_ATTEMPTS):
         if attempt == MAX_ATTEMPTS - 1:
-            world.state.book.again(world.state.book.live[queued["ordinal"]], world.state.pool.by_name["g0"], "lost")
+            world.broker.book.again(world.broker.book.live[queued["ordinal"]], "lost")
         world.fail("g0", {**bad, "attempt": attempt}, "grader", tokens=2)
         if attempt < MAX_ATTEMPTS - 1:
             world.slots("g0", 1)
             assert world.pop("g0") == {**bad, "attempt": attempt + 1}
     tokens, counts = world.ledger.tokens(), world.ledger.counts()
     assert tokens["dropped"] == {"failed_grader": 2 * MAX_ATTEMPTS, "group_incomplete": 7, "lost": 0}
-    assert tokens["held"] == 0 and world.state.book.dropped["group_incomplete"] == 3
+    assert tokens["held"] == 0 and world.broker.book.dropped["group_incomplete"] == 3
     assert world.pushed("cancel", "g0") == [{"ordinal": running["ordinal"], "attempt": 0}]
-    assert world.answer("g0", running)["reason"] == "late"
-    assert counts["dropped"] == 4 and world.state.store.stats()["trajectories"] == 0
+    assert world.answer("g0", running) == "late"
+    assert counts["dropped"] == 4 and world.broker.store.stats()["trajectories"] == 0
     world.ledger.check()
     world.slots("g0", 4)
     world.take()
@@ -121,7 +120,7 @@ def test_a_trajectory_that_cannot_be_trained_on_ends_its_group() -> None:
     world.join("g0", 2)
     first, second = world.pop("g0"), world.pop("g0")
     world.answer("g0", first)
-    assert world.answer("g0", second, version=1)["reason"] == "future_version"
+    assert world.answer("g0", second, version=1) == "future_version"
     assert world.ledger.tokens()["dropped"] == {"future_version": 5, "group_incomplete": 5}
 
 
@@ -132,7 +131,7 @@ def test_a_group_that_a_killed_broker_has_torn_is_ended_at_the_start(tmp_path: A
     ledger.drop(1, 0, "group_incomplete", 0)  # and 0 would have been next
     ledger.close()
     world = World(config(algorithm=GRPO), tmp_path / "ledger")
-    assert sorted(world.state.book.live) == [2, 3, 4]
+    assert sorted(world.broker.book.live) == [2, 3, 4]
     world.join("g0", 8)
     assert [task["ordinal"] for task in world.tasks["g0"]] == [2, 3, 4, 5, 6, 7, 8, 9]
     world.ledger.check()
@@ -144,20 +143,20 @@ def test_a_whole_group_may_be_overdue_at_once() -> None:
     world.join("g0", 2)
     first, second = world.pop("g0"), world.pop("g0")
     world.now = 101.0
-    world.state.tick(world.now)  # both are started again
+    world.broker.tick(world.now)  # both are started again
     world.slots("g0", 2)
     assert [(t["ordinal"], t["attempt"]) for t in world.tasks["g0"]] == [(0, 1), (1, 1)]
     world.now = 202.0
-    world.state.tick(world.now)  # both have had their second chance
-    assert world.state.done is None
-    assert world.state.book.dropped == {"deadline": 1, "group_incomplete": 1}
+    world.broker.tick(world.now)  # both have had their second chance
+    assert world.broker.run.done is None
+    assert world.broker.book.dropped == {"deadline": 1, "group_incomplete": 1}
     assert [world.ledger.state(task["ordinal"]) for task in (first, second)] == ["finished", "finished"]
     world.ledger.check()
 
 
 def test_single_rollouts_are_groups_of_their_own() -> None:
     book = TaskBook(_core.Ledger(None))
-    assert Groups(1, book).broken() == []
+    assert book.broken_groups() == []
 
 
 @pytest.mark.parametrize("discipline", ["completion", "window"])
@@ -180,7 +179,7 @@ def test_nothing_but_whole_groups_is_ever_trained(seed: int, discipline: str) ->
         world.join(name, 5)
     for tick in range(50_000):
         world.now = float(tick)
-        if world.state.done:
+        if world.broker.run.done:
             break
         for name in names:
             running += [
@@ -190,7 +189,7 @@ def test_nothing_but_whole_groups_is_ever_trained(seed: int, discipline: str) ->
             world.tasks[name] = []
         if rng.random() < 0.02:
             dead = rng.choice(names)
-            world.state.generator_left(dead, "killed", world.now)
+            world.broker.generator_left(dead, "killed", world.now)
             running = [entry for entry in running if entry[1] != dead]
             world.tasks[dead] = []
             world.join(dead, 5)
@@ -203,15 +202,15 @@ def test_nothing_but_whole_groups_is_ever_trained(seed: int, discipline: str) ->
                 world.answer(name, task)
             world.slots(name, 5 - sum(r[1] == name for r in running))
         if tick % 10 == 0:
-            world.state.tick(world.now)
-        if world.state.leases:
+            world.broker.tick(world.now)
+        if world.broker.leases.open:
             trained += world.batches[-1]["ordinals"]
             world.commit()
-        elif not world.state.takes:
+        elif not world.broker.leases.takes:
             world.take()
-    assert world.state.done == {**world.state.done, "failed": False, "step": 40}
+    assert world.broker.run.done == {**world.broker.run.done, "failed": False, "step": 40}
     assert len(trained) == len(set(trained)) == 160
     groups = [ordinal // size for ordinal in trained]
     assert all(groups.count(group) == size for group in groups)
-    assert world.state.store.stats()["trajectories"] == 0 and not world.state.book.live
+    assert world.broker.store.stats()["trajectories"] == 0 and not world.broker.book.live
     world.ledger.check()

@@ -16,7 +16,7 @@ def test_tasks_of_a_dead_generator_are_started_again() -> None:
     world.join("g0", 4)
     world.join("g1", 0)
     lost = [t["ordinal"] for t in world.tasks["g0"]]
-    world.state.generator_left("g0", "unreachable", 3.0)
+    world.broker.generator_left("g0", "unreachable", 3.0)
     assert world.in_flight() == 0
     assert world.ledger.counts()["requeued"] == 4
     world.slots("g1", 8)
@@ -30,9 +30,9 @@ def test_a_task_that_kills_its_generators_is_given_up() -> None:
     for i in range(6):
         world.join(f"g{i}", 1)
         attempts.append((world.tasks[f"g{i}"][0]["ordinal"], world.tasks[f"g{i}"][0]["attempt"]))
-        world.state.generator_left(f"g{i}", "unreachable", float(i))
+        world.broker.generator_left(f"g{i}", "unreachable", float(i))
     assert attempts == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0)]
-    assert world.state.book.dropped["generator_lost"] == 1
+    assert world.broker.book.dropped["generator_lost"] == 1
 
 
 def test_a_lost_rollout_does_not_hold_up_the_run() -> None:
@@ -42,23 +42,23 @@ def test_a_lost_rollout_does_not_hold_up_the_run() -> None:
     lost = world.pop("g0")
     for step in range(11):
         world.take()
-        while not world.state.leases:
+        while not world.broker.leases.open:
             world.slots("g0", 8)
             world.answer("g0", world.pop("g0"))
         world.commit()
-        assert world.state.step == step + 1
+        assert world.broker.run.step == step + 1
     world.tasks["g0"].clear()
     world.now = 100.5
-    world.state.tick(world.now)
+    world.broker.tick(world.now)
     event = world.pushed("event")[0]["text"]
     assert f"task {lost['ordinal']} attempt 0 on g0 is 100.5 s old" in event
     assert world.pushed("cancel", "g0")[0] == {"ordinal": 0, "attempt": 0}
-    assert world.answer("g0", lost)["reason"] == "late"
+    assert world.answer("g0", lost) == "late"
     world.slots("g0", 8)
     assert {k: world.tasks["g0"][0][k] for k in ("ordinal", "attempt")} == {"ordinal": 0, "attempt": 1}
     world.now = 300.0
-    world.state.tick(world.now)
-    assert world.state.book.dropped["deadline"] == 4  # with the three that the test left lying
+    world.broker.tick(world.now)
+    assert world.broker.book.dropped["deadline"] == 4  # with the three that the test left lying
     assert world.ledger.state(0) == "finished"
 
 
@@ -68,10 +68,10 @@ def test_a_dead_learner_gives_its_lease_back_in_the_old_order() -> None:
     world.answer_all("g0")
     world.take()
     first = world.batches[-1]["ordinals"]
-    world.state.learner_left("silent for 15 s", 1.0)
+    world.broker.learner_left("silent for 15 s", 1.0)
     assert world.ledger.counts()["ready"] == 8
     assert "4 leased trajectories given back" in world.pushed("event")[-1]["text"]
-    world.state.learner_joined({"step": 0})
+    world.broker.learner_joined(0)
     world.take()
     assert world.batches[-1]["ordinals"] == first
     assert world.batches[-1]["lease"] != world.batches[-2]["lease"]
@@ -82,12 +82,12 @@ def test_a_take_that_was_given_up_leaves_nothing_leased() -> None:
     world = World()
     world.join("g0", 8)
     waiting = world.take()
-    world.state.give_up(waiting, 0.0)
+    world.broker.give_up(waiting, 0.0)
     world.answer_all("g0")
     assert world.batches == []
     key = world.take()
     assert world.ledger.counts()["leased"] == 4
-    world.state.give_up(key, 0.0)
+    world.broker.give_up(key, 0.0)
     assert world.ledger.counts()["leased"] == 0
     with pytest.raises(TransportError, match=r"commit\.lease"):
         world.commit()
@@ -115,7 +115,7 @@ def test_commit_refuses_what_does_not_add_up_and_changes_nothing() -> None:
     world.join("g0", 8)
     world.answer_all("g0")
     world.take()
-    good = {"lease": 1, "step": 1, "version": 1, "trained_tokens": 18, "masked_tokens": 2, "metrics": {}}
+    good = {"lease": 1, "step": 1, "trained_tokens": 18, "masked_tokens": 2, "metrics": {}, "now": 0.0}
     ref = {"version": 1, "path": "/w/1", "fingerprint": "f1"}
     bad: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"lease": 7}, TransportError, "7 is not open"),
@@ -126,10 +126,10 @@ def test_commit_refuses_what_does_not_add_up_and_changes_nothing() -> None:
     ]
     for change, kind, text in bad:
         with pytest.raises(kind, match=text):
-            world.state.commit({**good, "weights": ref, **change}, 0.0)
-        assert (world.state.step, world.state.versions.current) == (0, 0)
+            world.broker.commit(**{**good, "weights": ref, **change})
+        assert (world.broker.run.step, world.broker.versions.current) == (0, 0)
         assert world.ledger.counts()["leased"] == 4
-    world.state.commit({**good, "weights": ref}, 0.0)
+    world.broker.commit(**good, weights=ref)
     assert world.ledger.tokens()["trained"] == 18
     assert world.ledger.tokens()["masked"] == 2
 
@@ -143,22 +143,18 @@ def test_the_version_follows_published_weights_not_steps_or_trajectories() -> No
         world.take()
         world.answer_all("g0")
         world.commit(weights=False)
-    assert world.state.versions.current == 0
-    assert world.state.book.dropped == {}
+    assert world.broker.versions.current == 0
+    assert world.broker.book.dropped == {}
     batches_of(world, 2, slots=8)
-    assert world.state.versions.current == 2
+    assert world.broker.versions.current == 2
     assert [b["version"] for b in world.pushed("version", "g0")] == [1, 2]
-    assert world.state.welcome() == {
-        "version": 2,
-        "weights": {"version": 2, "path": "/w/2", "fingerprint": "f2"},
-        "step": 12,
-    }
+    assert world.broker.versions.weights == {"version": 2, "path": "/w/2", "fingerprint": "f2"}
 
 
 def test_step_metrics_hold_both_sides() -> None:
     world = World()
     world.join("g0", 8)
-    world.state.stats("g0", {"busy_share": 0.75, "tokens_per_s": 90.0, "secret": 1})
+    world.broker.scheduler.generators["g0"].report = {"busy_share": 0.75, "tokens_per_s": 90.0}
     world.take()
     world.now = 2.0
     world.answer_all("g0")
@@ -205,7 +201,7 @@ def test_survival_by_length_shows_what_dropping_by_age_does() -> None:
             world.answer("g0", world.pop("g0"), n_sampled=2 + index, version=step)
         world.commit()
         world.slots("g0", 8)
-    meter = world.state.meter
+    meter = world.broker.meter
     assert meter.survival_by_decile() == [1.0] * 10
     for n in range(20):
         meter.ended(1000 + n, False)  # the longest are too old
@@ -227,8 +223,8 @@ def test_a_starving_learner_is_an_event_that_names_the_oldest_task() -> None:
     world.take()
     for now in (30.0, 61.0, 90.0, 122.0):
         world.now = now
-        world.state.tick(now)
+        world.broker.tick(now)
     events = [body["text"] for body in world.pushed("event")]
     assert len(events) == 2
-    assert "waited 61 s for 4 trajectories: 0 ready, 8 running" in events[0]
-    assert "oldest: task 0 attempt 0 on g0, 61 s" in events[0]
+    assert "learner: a batch of 4 trajectories, for 61 s (0 ready, 8 running, 0 to be started again)" in events[0]
+    assert "g0: the end of 8 rollouts, task 0 attempt 0 for 61 s of transport.rollout_timeout_s = 1000" in events[0]

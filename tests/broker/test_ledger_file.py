@@ -9,8 +9,8 @@ import pytest
 from tests.broker.broker_world import config, trajectory
 
 from sao._core import Ledger, ledger_history
-from sao.broker.broker import Broker
 from sao.broker.ledger_file import LedgerFile
+from sao.broker.server import Server
 from sao.errors import LedgerError
 from sao.trajectory import encode_frames
 from sao.transport import private_folder
@@ -107,17 +107,17 @@ def test_the_log_is_on_disk_before_the_ledger_is_folded(tmp_path, monkeypatch):
     """Folding writes the ledger, and what it calls ready must be in the log."""
     checkpoints(tmp_path, 2)
     sockets = private_folder()
-    broker = Broker(config(buffer={"ledger_growth_bytes": 1}), tmp_path, f"ipc://{sockets}/broker")
+    server = Server(config(buffer={"ledger_growth_bytes": 1}), tmp_path, f"ipc://{sockets}/broker")
     try:
-        broker.state.generator_joined("g0", 0.0)
-        broker.state.slots("g0", 4, None, 0.0)
-        broker.state.trajectory("g0", encode_frames(trajectory(0)), 0.0)
-        assert broker.memory is not None and broker.memory.log is not None and broker.memory.log.due
+        server.broker.scheduler.joined("g0")
+        server.broker.slots("g0", 4, None, 0.0)
+        server.broker.trajectory("g0", encode_frames(trajectory(0)), 0.0)
+        assert server.memory is not None and server.memory.log is not None and server.memory.log.due
         waiting = []
-        monkeypatch.setattr(LedgerFile, "fold", lambda self, upto: waiting.append((upto, broker.memory.log.due)))
-        broker._tick()
+        monkeypatch.setattr(LedgerFile, "fold", lambda self, upto: waiting.append((upto, server.memory.log.due)))
+        server._tick()
         assert waiting == [(1, False)]
     finally:
-        broker.actor.close(0)
-        broker.memory.close()
+        server.actor.close(0)
+        server.memory.close()
         shutil.rmtree(sockets)

@@ -15,7 +15,7 @@ from broker.broker_world import config
 from broker.peers import Generator, Learner, Process, Watcher, broker
 
 from sao import _core
-from sao.broker.broker import Broker
+from sao.broker.server import Server
 from sao.errors import TransportError, ValidationError
 from sao.transport import private_folder
 
@@ -192,10 +192,10 @@ def test_failures_in_a_row_end_the_run(tmp_path: Path) -> None:
 
 
 def test_a_learner_that_leaves_for_good_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sao.broker.broker.LEARNER_GRACE_S", 0.3)
+    monkeypatch.setattr("sao.broker.server.LEARNER_GRACE_S", 0.3)
     folder = private_folder()
     cfg, endpoint = config(), f"ipc://{folder}/broker"
-    server = Broker(cfg, tmp_path, endpoint)
+    server = Server(cfg, tmp_path, endpoint)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     generator, learner = Generator(endpoint, cfg).start(), Learner(endpoint, cfg).join()

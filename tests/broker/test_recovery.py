@@ -8,9 +8,9 @@ import pytest
 from tests.broker.broker_world import BATCH, World, config, trajectory
 
 from sao import _core
-from sao.broker import dispatch, recovery
+from sao.broker import outbox
+from sao.broker.broker import Broker
 from sao.broker.memory import Memory, open_log
-from sao.broker.state import State
 from sao.trajectory import encode, encode_frames
 
 
@@ -29,19 +29,18 @@ class Lives(World):
             self.ledger.close()
             self.ledger = _core.Ledger(str(self.folder / "ledger.log"))
         self.memory = Memory(open_log(self.config, self.folder), self.ledger, goes_on=True)
-        self.state = State(self.config, self.ledger, self, self.now, None, self.memory)
+        self.broker = Broker(self.config, self.ledger, self.outbox, self.now, None, self.memory)
         self.tasks.clear()
 
     def commit_turn(self) -> None:
-        self.memory.commit(recovery.note_of(self.state, 0))
+        self.memory.commit(self.broker.note())
 
-    def give(self, name: str, ordinal: int, attempt: int = 0, **facts) -> dict:
-        return self.state.trajectory(name, encode_frames(trajectory(ordinal, attempt, **facts)), self.now)
+    def give(self, name: str, ordinal: int, attempt: int = 0, **facts) -> str:
+        return self.broker.trajectory(name, encode_frames(trajectory(ordinal, attempt, **facts)), self.now)
 
-    def step(self, lease: int, step: int, tokens: int) -> dict:
+    def step(self, lease: int, step: int, tokens: int) -> None:
         weights = {"version": step, "path": f"/w/{step}", "fingerprint": f"{step:032x}"}
-        body = {"lease": lease, "step": step, "version": step, "weights": weights}
-        return self.state.commit({**body, "trained_tokens": tokens, "masked_tokens": 0, "metrics": {}}, self.now)
+        self.broker.commit(lease, step, weights, tokens, 0, {}, self.now)
 
 
 @pytest.fixture
@@ -53,16 +52,16 @@ def test_ready_leased_and_running_outlive_the_broker(lives):
     lives.join("g0", 8)
     started = [task["ordinal"] for task in lives.tasks["g0"]]
     for ordinal in started[:5]:
-        assert lives.give("g0", ordinal)["accepted"]
-    lives.state.take("t", BATCH, 0.0)
+        assert lives.give("g0", ordinal) == ""
+    lives.broker.take("t", BATCH, 0.0)
     lease = lives.batches[-1]["lease"]
     lives.commit_turn()
     lives.again()
-    book = lives.state.book
+    book = lives.broker.book
     assert (book.n_ready, book.n_leased, len(book.running)) == (1, 4, 3)
-    assert lives.give("g0", started[0])["reason"] == "duplicate"  # its answer was lost, the generator asks again
-    lives.state.generator_joined("g0", 1.0)
-    recovery.claim(lives.state, "g0", [[ordinal, 0] for ordinal in started[5:7]] + [[99, 0]], 1.0)
+    assert lives.give("g0", started[0]) == "duplicate"  # its answer was lost, the generator asks again
+    lives.broker.scheduler.joined("g0")
+    lives.broker.generator_holds("g0", [[ordinal, 0] for ordinal in started[5:7]] + [[99, 0]], 1.0)
     assert lives.pushed("cancel", "g0") == [{"ordinal": 99, "attempt": 0}]
     assert (
         sorted(book.running) == started[5:7] and book.n_queued == 1
@@ -70,8 +69,9 @@ def test_ready_leased_and_running_outlive_the_broker(lives):
     lives.step(lease, 1, 4 * 5)
     lives.commit_turn()
     lives.again()
-    assert (lives.state.step, lives.state.versions.current, lives.state.shown["step"]) == (1, 1, 1)
-    assert lives.step(lease, 1, 4 * 5) == {"version": 1, "step": 1}  # the learner asks again
+    assert (lives.broker.run.step, lives.broker.versions.current, lives.broker.run.shown["step"]) == (1, 1, 1)
+    lives.step(lease, 1, 4 * 5)  # the learner asks again
+    assert (lives.broker.run.step, lives.broker.versions.current) == (1, 1)
     lives.ledger.check()
     assert lives.ledger.tokens()["sampled"] == 25 and not any(lives.ledger.tokens()["dropped"].values())
 
@@ -80,10 +80,10 @@ def test_a_batch_whose_answer_was_lost_goes_out_again(lives):
     lives.join("g0", 8)
     for task in lives.tasks["g0"][:4]:
         lives.give("g0", task["ordinal"])
-    lives.state.take("t", BATCH, 0.0)
+    lives.broker.take("t", BATCH, 0.0)
     lives.commit_turn()
     lives.again()
-    lives.state.take("t", BATCH, 1.0)
+    lives.broker.take("t", BATCH, 1.0)
     first, second = lives.batches
     assert first["ordinals"] == second["ordinals"] and first["lease"] != second["lease"]
 
@@ -102,7 +102,7 @@ def test_a_damaged_record_is_named_and_its_task_is_played_again(lives, tmp_path)
     lives.again()
     texts = [body["text"] for body in lives.pushed("event")]
     assert any(f"{path} byte" in text and "is damaged" in text for text in texts)
-    assert lives.state.book.n_ready == 2 and lives.state.book.n_queued == 1
+    assert lives.broker.book.n_ready == 2 and lives.broker.book.n_queued == 1
     lives.ledger.check()
     assert lives.ledger.tokens()["dropped"] == {"log_damaged": 5}
 
@@ -120,9 +120,9 @@ def test_what_the_log_has_and_the_ledger_has_not_is_brought_in_line(lives):
     lives.ledger = _core.Ledger(str(lives.folder / "ledger.log"))
     assert lives.ledger.state(ordinal) == "generating"
     lives.memory = Memory(open_log(lives.config, lives.folder), lives.ledger, goes_on=True)
-    lives.state = State(lives.config, lives.ledger, lives, 1.0, None, lives.memory)
-    assert lives.state.book.live[ordinal].state == "ready" and lives.ledger.state(ordinal) == "ready"
-    assert lives.give("g0", ordinal)["reason"] == "duplicate"
+    lives.broker = Broker(lives.config, lives.ledger, lives.outbox, 1.0, None, lives.memory)
+    assert lives.broker.book.live[ordinal].state == "ready" and lives.ledger.state(ordinal) == "ready"
+    assert lives.give("g0", ordinal) == "duplicate"
     assert lives.ledger.tokens()["sampled"] == 5
 
 
@@ -130,41 +130,40 @@ def test_answers_stay_known_after_two_kills(lives):
     lives.join("g0", 8)
     ordinals = [task["ordinal"] for task in lives.tasks["g0"]][:BATCH]
     for ordinal in ordinals:
-        assert lives.give("g0", ordinal)["accepted"]
-    lives.state.take("t", BATCH, 0.0)
+        assert lives.give("g0", ordinal) == ""
+    lives.broker.take("t", BATCH, 0.0)
     lives.step(lives.batches[-1]["lease"], 1, 5 * BATCH)
     lives.commit_turn()
     for _ in range(2):  # after the first one nothing lives in the segment that holds the answers
         lives.again()
         lives.commit_turn()
-    assert lives.give("g0", ordinals[0])["reason"] == "duplicate"
+    assert lives.give("g0", ordinals[0]) == "duplicate"
     assert lives.ledger.tokens()["sampled"] == 5 * BATCH
 
 
-def turn(state: State, task: dict, part: int, tokens: int = 4, version: int = 0) -> None:
-    body = {"ordinal": task["ordinal"], "attempt": task["attempt"], "part": part, "tokens": tokens, "version": version}
-    recovery.turn(state, body, b"h%d" % part, b"p" * 10)
+def turn(lives: Lives, task: dict, part: int) -> None:
+    lives.broker.book.turn(task["ordinal"], task["attempt"], part, 4, 0, b"h%d" % part, b"p" * 10)
 
 
 def test_a_lost_rollout_goes_on_after_its_turns_also_when_the_broker_dies_too(lives):
     lives.join("g0", 1)
     (task,) = lives.tasks["g0"]
     for part in (0, 1, 3):  # one that does not follow is left out
-        turn(lives.state, task, part)
+        turn(lives, task, part)
     lives.commit_turn()
     lives.again()
     lives.join("g1", 0)
-    lives.state.told_left("g0", 1.0)
+    lives.broker.generator_left("g0", "killed", 1.0)
     lives.slots("g1", 1)
     (again,) = lives.tasks["g1"]
     assert again == {**task, "attempt": 1, "turns": 2} and lives.frames_sent[-1] == (b"h0", b"p" * 10, b"h1", b"p" * 10)
-    turn(lives.state, again, 2)
-    assert lives.state.book.memory.prefix_tokens(task["ordinal"]) == 12
-    recovery.diverged(lives.state, {**again, "sampled_tokens": 12})
+    turn(lives, again, 2)
+    assert lives.broker.book.memory.prefix_tokens(task["ordinal"]) == 12
+    lives.broker.book.diverged(again["ordinal"], again["attempt"])
     assert lives.ledger.tokens()["dropped"] == {"generator_lost": 0, "diverged": 12}
     lives.commit_turn()
     lives.again()
-    assert not lives.state.book.memory.prefixes
+    assert not lives.broker.book.memory.prefixes
     lives.ledger.check()
 
 
@@ -172,31 +171,31 @@ def test_turns_whose_tokens_were_dropped_stay_dropped_when_the_broker_dies(lives
     lives.join("g0", 1)
     (task,) = lives.tasks["g0"]
     for part in (0, 1):
-        turn(lives.state, task, part)
+        turn(lives, task, part)
     lives.commit_turn()
-    lives.state.again(lives.state.book.live[task["ordinal"]], lives.state.pool.by_name["g0"], "deadline")
+    assert lives.broker.book.again(lives.broker.book.live[task["ordinal"]], "deadline")
     lives.commit_turn()
     lives.again()
-    assert not lives.state.book.memory.prefixes and lives.ledger.tokens()["dropped"] == {"deadline": 8}
+    assert not lives.broker.book.memory.prefixes and lives.ledger.tokens()["dropped"] == {"deadline": 8}
     lives.join("g1", 1)
     (again,) = lives.tasks["g1"]
     assert again == {**task, "attempt": 1}
-    turn(lives.state, again, 0)
+    turn(lives, again, 0)
     lives.give("g1", task["ordinal"], attempt=1)
-    lives.state.book.requeue(lives.state.book.live[task["ordinal"]], None, "rewound", None)  # as when steps are lost
+    lives.broker.book.requeue(lives.broker.book.live[task["ordinal"]], "rewound")  # as when steps are lost
     lives.commit_turn()
     lives.again()
-    assert not lives.state.book.memory.prefixes
+    assert not lives.broker.book.memory.prefixes
     lives.ledger.check()
 
 
 def test_many_turns_go_out_in_several_messages(lives, monkeypatch):
-    monkeypatch.setattr(dispatch, "FRAMES", 6)
+    monkeypatch.setattr(outbox, "MAX_FRAMES", 6)
     lives.join("g0", 5)
     for task in lives.tasks["g0"]:
         for part in range(2):
-            turn(lives.state, task, part)
-    lives.state.generator_left("g0", "killed", 1.0)
+            turn(lives, task, part)
+    lives.broker.generator_left("g0", "killed", 1.0)
     lives.join("g1", 5)
     assert [len(frames) for frames in lives.frames_sent] == [8, 8, 4]
     assert [task["turns"] for task in lives.tasks["g1"]] == [2] * 5
@@ -206,9 +205,9 @@ def test_turns_are_bounded_in_bytes(lives):
     lives.memory._prefix_limit = 30
     lives.join("g0", 3)
     first, second, _ = lives.tasks["g0"]
-    turn(lives.state, first, 0)
-    turn(lives.state, second, 0)
-    turn(lives.state, first, 1)  # no room: this rollout would begin anew
+    turn(lives, first, 0)
+    turn(lives, second, 0)
+    turn(lives, first, 1)  # no room: this rollout would begin anew
     assert set(lives.memory.prefixes) == {second["ordinal"]} and lives.memory.prefix_bytes == 12
     lives.give("g0", second["ordinal"])
     assert not lives.memory.prefixes and lives.memory.prefix_bytes == 0
@@ -222,29 +221,28 @@ def test_the_log_of_a_long_run_stays_small_and_answers_stay_known(tmp_path):
     for step in range(1, 400):
         for task in list(lives.tasks["g0"])[-4:]:
             lives.give("g0", task["ordinal"], version=step - 1)
-        lives.state.take(step, BATCH, 0.0)
+        lives.broker.take(step, BATCH, 0.0)
         lives.step(lives.batches[-1]["lease"], step, 20)
         lives.slots("g0", 4)
         lives.commit_turn()
         largest = max(largest, lives.memory.log.n_bytes)
     assert largest < 100_000 and lives.memory.log.n_segments < 6
     lives.again()
-    assert (lives.state.step, lives.state.versions.current) == (399, 399)
-    assert lives.give("g0", 4 * 390)["reason"] == "duplicate"
+    assert (lives.broker.run.step, lives.broker.versions.current) == (399, 399)
+    assert lives.give("g0", 4 * 390) == "duplicate"
 
 
 def test_turns_of_a_rollout_that_was_begun_anew_do_not_come_back_behind_new_ones(lives):
     lives.join("g0", 2)
     task, other = lives.tasks["g0"]
     for part in (0, 1, 2):
-        turn(lives.state, task, part)
-    turn(lives.state, other, 0)  # lives in the same segment, which therefore stays
+        turn(lives, task, part)
+    turn(lives, other, 0)  # lives in the same segment, which therefore stays
     lost = lives.memory.prefix_tokens(task["ordinal"])
-    recovery.diverged(lives.state, {**task, "sampled_tokens": lost})
-    body = {"ordinal": task["ordinal"], "attempt": task["attempt"], "part": 0, "tokens": 5, "version": 0}
-    recovery.turn(lives.state, body, b"other", b"q" * 10)
+    lives.broker.book.diverged(task["ordinal"], task["attempt"])
+    lives.broker.book.turn(task["ordinal"], task["attempt"], 0, 5, 0, b"other", b"q" * 10)
     lives.commit_turn()
     lives.again()
-    prefix = lives.state.book.memory.prefixes[task["ordinal"]]
+    prefix = lives.broker.book.memory.prefixes[task["ordinal"]]
     assert (prefix.turns, prefix.n_tokens) == ([(b"other", b"q" * 10)], 5)
     assert lives.ledger.tokens()["sampled"] == lives.ledger.tokens()["dropped"]["diverged"] == lost

@@ -35,7 +35,7 @@ def test_sidecars_are_handed_to_the_learner_and_count_as_bytes():
     world.join("g0", 8)
     world.answer_all("g0", sidecars=SIDECARS)
     size = sum(array.nbytes for array in SIDECARS.values())
-    assert world.state.store.stats()["bytes"] > 8 * size and world.state.store.largest_bytes > size
+    assert world.broker.store.stats()["bytes"] > 8 * size and world.broker.store.largest_bytes > size
     world.take()
     unharmed(world.frames[-1])
     world.ledger.check()
@@ -44,7 +44,7 @@ def test_sidecars_are_handed_to_the_learner_and_count_as_bytes():
 def test_one_that_is_too_large_with_its_sidecars_is_dropped_by_name():
     world = World(config(buffer={"max_bytes": 1 << 16}))
     world.join("g0", 1)
-    assert world.answer("g0", world.pop("g0"), sidecars=SIDECARS) == {"accepted": False, "reason": "larger_than_buffer"}
+    assert world.answer("g0", world.pop("g0"), sidecars=SIDECARS) == "larger_than_buffer"
     assert world.ledger.tokens()["dropped"] == {"larger_than_buffer": 5}
 
 
@@ -52,7 +52,7 @@ def test_so_is_one_that_is_too_large_for_a_record_of_the_log(monkeypatch):
     monkeypatch.setattr(wal, "MAX_BODY_BYTES", 1 << 16)
     world = World(config())
     world.join("g0", 1)
-    assert world.answer("g0", world.pop("g0"), sidecars=SIDECARS) == {"accepted": False, "reason": "larger_than_buffer"}
+    assert world.answer("g0", world.pop("g0"), sidecars=SIDECARS) == "larger_than_buffer"
 
 
 def test_a_damaged_sidecar_is_refused():
@@ -60,19 +60,19 @@ def test_a_damaged_sidecar_is_refused():
     world.join("g0", 1)
     header, payload, *more = map(bytes, world.encoded(world.pop("g0"), sidecars=SIDECARS))
     for frames in ([more[0][:-1] + b"\xff", *more[1:]], more[:2], [*more, b""], []):
-        answer = world.state.trajectory("g0", (header, payload, *frames), 0.0)
-        assert not answer["accepted"] and answer["reason"].startswith("corrupt: sidecars"), answer
-    assert world.state.trajectory("g0", (header, payload, *more), 0.0)["accepted"]
+        answer = world.broker.trajectory("g0", (header, payload, *frames), 0.0)
+        assert answer.startswith("corrupt: sidecars"), answer
+    assert world.broker.trajectory("g0", (header, payload, *more), 0.0) == ""
 
 
 def test_sidecars_outlive_the_broker(tmp_path):
     lives = Lives(tmp_path)
     lives.join("g0", 8)
     for task in lives.tasks["g0"]:
-        assert lives.give("g0", task["ordinal"], sidecars=SIDECARS)["accepted"]
+        assert lives.give("g0", task["ordinal"], sidecars=SIDECARS) == ""
     lives.commit_turn()
     lives.again()
-    lives.state.take("t", BATCH, 0.0)
+    lives.broker.take("t", BATCH, 0.0)
     unharmed(lives.frames[-1])
     lives.ledger.check()
 

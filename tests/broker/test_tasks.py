@@ -22,7 +22,7 @@ def test_permits_bound_the_work_in_flight() -> None:
     world.join("g0", 100)
     assert len(world.tasks["g0"]) == 8
     assert [t["ordinal"] for t in world.tasks["g0"]] == list(range(8))
-    assert world.state.permits() == 0
+    assert world.broker.scheduler.permits() == 0
     world.take()
     world.answer_all("g0")
     assert world.in_flight() == 8
@@ -40,7 +40,7 @@ def test_two_generators_never_starve(lag: int, batch: int) -> None:
     for _ in range(20):
         world.take(batch)
         for _ in range(100):
-            if world.batches and world.state.leases:
+            if world.batches and world.broker.leases.open:
                 break
             for name in ("g0", "g1"):
                 if world.tasks.get(name):
@@ -48,16 +48,16 @@ def test_two_generators_never_starve(lag: int, batch: int) -> None:
                 world.slots(name, 1)
         assert world.in_flight() <= (lag + 1) * batch
         world.commit()
-    assert world.state.done == {**world.state.done, "failed": False, "step": 20}
+    assert world.broker.run.done == {**world.broker.run.done, "failed": False, "step": 20}
 
 
 def test_free_slots_are_absolute_and_count_what_is_on_the_way() -> None:
     world = World()
     world.join("g0", 3)
     assert len(world.tasks["g0"]) == 3
-    world.state.slots("g0", 3, 0, world.now)  # stated before the three tasks arrived
+    world.broker.slots("g0", 3, 0, world.now)  # stated before the three tasks arrived
     assert len(world.tasks["g0"]) == 3
-    world.state.slots("g0", 2, 3, world.now)
+    world.broker.slots("g0", 2, 3, world.now)
     assert len(world.tasks["g0"]) == 5
 
 
@@ -74,9 +74,9 @@ def test_slots_refill_at_once_after_a_pause() -> None:
 
 def test_tasks_go_to_the_generator_with_most_free_slots() -> None:
     world = World()
-    world.state.generator_joined("g0", 0.0)
-    world.state.generator_joined("g1", 0.0)
-    world.state.pool.by_name["g0"].free = 6
+    world.broker.scheduler.joined("g0")
+    world.broker.scheduler.joined("g1")
+    world.broker.scheduler.generators["g0"].free = 6
     world.received["g1"] = 0
     world.slots("g1", 2)
     assert (len(world.tasks["g0"]), len(world.tasks["g1"])) == (6, 2)
@@ -93,10 +93,9 @@ def test_a_learner_that_wants_no_more_ends_the_run_in_order() -> None:
     world.join("g0", 8)
     world.take()
     world.answer_all("g0")
-    body = {"lease": world.batches[-1]["lease"], "step": 1, "version": 0, "weights": None, "metrics": {}}
     world.frames.clear()
-    world.state.commit({**body, "trained_tokens": 20, "masked_tokens": 0, "done": "explained enough"}, 0.0)
-    assert world.state.done == {**world.state.done, "reason": "explained enough", "failed": False, "step": 1}
+    world.broker.commit(world.batches[-1]["lease"], 1, None, 20, 0, {}, 0.0, "explained enough")
+    assert world.broker.run.done == {**world.broker.run.done, "reason": "explained enough", "failed": False, "step": 1}
     world.take()
     assert world.stopped_takes == ["explained enough"]
     world.ledger.check()
@@ -106,15 +105,15 @@ def test_duplicates_and_late_answers_are_refused_with_a_reason() -> None:
     world = World()
     world.join("g0", 2)
     task = world.pop("g0")
-    assert world.answer("g0", task) == {"accepted": True, "reason": ""}
-    assert world.answer("g0", task) == {"accepted": False, "reason": "duplicate"}
+    assert world.answer("g0", task) == ""
+    assert world.answer("g0", task) == "duplicate"
     late = world.pop("g0")
-    world.state.generator_left("g0", "silent", 1.0)
+    world.broker.generator_left("g0", "silent", 1.0)
     world.join("g1", 1)
     again = world.pop("g1")
     assert (again["ordinal"], again["attempt"], again["seed"]) == (late["ordinal"], 1, late["seed"])
-    assert world.answer("g1", late, n_sampled=7) == {"accepted": False, "reason": "late"}
-    assert world.answer("g1", again)["accepted"]
+    assert world.answer("g1", late, n_sampled=7) == "late"
+    assert world.answer("g1", again) == ""
     tokens = world.ledger.tokens()
     assert tokens["dropped"]["late"] == 7
     assert tokens["held"] == 10
@@ -125,10 +124,10 @@ def test_unknown_tasks_are_refused() -> None:
     world = World()
     world.join("g0", 1)
     task = world.pop("g0")
-    assert world.answer("g0", {**task, "ordinal": 99})["reason"] == "unknown task"
-    assert world.answer("g0", {**task, "attempt": 5})["reason"] == "unknown task"
-    assert world.fail("g0", {**task, "attempt": 5})["reason"] == "unknown task"
-    assert world.answer("g0", task)["accepted"]
+    assert world.answer("g0", {**task, "ordinal": 99}) == "unknown task"
+    assert world.answer("g0", {**task, "attempt": 5}) == "unknown task"
+    assert world.fail("g0", {**task, "attempt": 5}) == "unknown task"
+    assert world.answer("g0", task) == ""
 
 
 def test_corrupt_bytes_are_refused_and_reported() -> None:
@@ -137,26 +136,25 @@ def test_corrupt_bytes_are_refused_and_reported() -> None:
     header, payload = encode(trajectory(0))
     broken = bytes([payload[0] ^ 1]) + payload[1:]
     for pair in ((header, broken), (header, payload[:-1]), (b"\x80\x04K\x01.", payload), (header[:20], payload)):
-        answer = world.state.trajectory("g0", pair, 0.0)
-        assert not answer["accepted"]
-        assert answer["reason"].startswith("corrupt")
+        answer = world.broker.trajectory("g0", pair, 0.0)
+        assert answer.startswith("corrupt")
     assert len(world.pushed("event")) == 4
-    assert world.answer("g0", world.pop("g0"))["accepted"]
+    assert world.answer("g0", world.pop("g0")) == ""
 
 
 def test_a_rollout_of_unpublished_or_false_weights_is_not_trained() -> None:
     world = World()
     world.join("g0", 8)
-    assert world.answer("g0", world.pop("g0"), version=1)["reason"] == "future_version"
+    assert world.answer("g0", world.pop("g0"), version=1) == "future_version"
     world.take()
     world.answer_all("g0")
     world.commit()  # version 1 with fingerprint f1
     world.slots("g0", 8)
-    assert world.answer("g0", world.pop("g0"), version=1, fingerprints={1: "f0"})["reason"] == "wrong_fingerprint"
-    assert world.answer("g0", world.pop("g0"), version=1, fingerprints={0: "any", 1: "f1"})["accepted"]
+    assert world.answer("g0", world.pop("g0"), version=1, fingerprints={1: "f0"}) == "wrong_fingerprint"
+    assert world.answer("g0", world.pop("g0"), version=1, fingerprints={0: "any", 1: "f1"}) == ""
     with pytest.raises(TransportError, match="published were f1"):
-        world.state.loaded("g0", 1, "f0")
-    world.state.loaded("g0", 1, "f1")
+        world.broker.loaded("g0", 1, "f0")
+    world.broker.loaded("g0", 1, "f1")
 
 
 def test_failures_are_counted_apart_and_replaced() -> None:
@@ -166,12 +164,12 @@ def test_failures_are_counted_apart_and_replaced() -> None:
     n = 0
     for _ in range(8):
         world.take()
-        while not world.state.leases:
+        while not world.broker.leases.open:
             world.slots("g0", 4)
             task = world.pop("g0")
             n += 1
             if n % 4 == 0:
-                assert world.fail("g0", task, "Grader Crashed!", tokens=3)["accepted"]
+                assert world.fail("g0", task, "Grader Crashed!", tokens=3) == ""
             else:
                 world.answer("g0", task)
         assert len(world.batches[-1]["ordinals"]) == BATCH
@@ -180,7 +178,7 @@ def test_failures_are_counted_apart_and_replaced() -> None:
     assert counts["trained"] == 32
     assert tokens["trained"] == 32 * 5
     assert tokens["dropped"]["failed_grader_crashed"] == 3 * (n // 4)
-    assert not world.state.done["failed"]
+    assert not world.broker.run.done["failed"]
 
 
 def test_failures_in_a_row_stop_the_run_and_name_the_environment() -> None:
@@ -191,11 +189,9 @@ def test_failures_in_a_row_stop_the_run_and_name_the_environment() -> None:
     world.answer("g0", world.pop("g0"))  # a success starts the count again
     world.fail("g0", world.pop("g0"))
     world.fail("g0", world.pop("g0"))
-    assert world.state.done is None
+    assert world.broker.run.done is None
     world.take()
-    world.state.failure(
-        "g0", {**world.pop("g0"), "reason": "step_timeout", "detail": "no answer in 60 s", "sampled_tokens": 2}, 0.0
-    )
+    world.fail("g0", world.pop("g0"), "step_timeout", 2, "no answer in 60 s")
     done = world.pushed("done")[0]
     assert done["failed"]
     for part in ("3 rollouts in a row", "environment scripted", "step_timeout", "no answer in 60 s"):
@@ -208,7 +204,7 @@ def test_a_failed_trajectory_is_never_trained() -> None:
     world = World()
     world.join("g0", 1)
     answer = world.answer("g0", world.pop("g0"), reward=None)
-    assert answer == {"accepted": False, "reason": "failed_crashed"}
+    assert answer == "failed_crashed"
     assert world.ledger.tokens()["dropped"] == {"failed_crashed": 5}
     assert world.ledger.counts()["ready"] == 0
 
@@ -220,5 +216,5 @@ def test_reasons_are_short_codes_and_bounded_in_number() -> None:
     world.join("g0", 100)
     for i in range(100):
         world.fail("g0", world.pop("g0"), f"reason {i}")
-    assert len(world.state.book.dropped) <= 65
-    assert world.state.book.dropped["failed_other"] == 36
+    assert len(world.broker.book.dropped) <= 65
+    assert world.broker.book.dropped["failed_other"] == 36

@@ -30,7 +30,11 @@ def test_every_wait_is_named_with_its_limit(tmp_path: Path) -> None:
         asked = threading.Thread(target=learner.take)
         asked.start()
         batch = cfg.learner.batch_trajectories
-        until(lambda: there(f"learner: a batch of {batch} trajectories, for 0 s (0 ready, 2 run)"))
+        until(
+            lambda: there(
+                f"learner: a batch of {batch} trajectories, for 0 s (0 ready, 2 running, 0 to be started again)"
+            )
+        )
         generator.hold = False
         for task in [generator.held.popleft() for _ in range(2)]:
             generator._answer(task)

@@ -33,6 +33,7 @@ from sao.transport.messages import Buffer
 
 log = logging.getLogger(__name__)
 INCOMPLETE: Final = "group_incomplete"
+STALLS_SHOWN: Final = 8  # of everything that the run waits for, in an event
 
 
 class Broker:
@@ -148,7 +149,7 @@ class Broker:
 
     # -- leased
 
-    def learner_joined(self, step: int | None, weights: dict[str, Any] | None, session: str) -> None:
+    def learner_joined(self, step: int | None, weights: dict[str, Any] | None = None, session: str = "") -> None:
         """The learner is here. `step` and `weights`: where it continues, and its weights if they are newer. With the
         session of the learner before, it holds what it was given; any other has lost it.
         """
@@ -246,7 +247,7 @@ class Broker:
         if self.leases.back_by is not None and now > self.leases.back_by:
             self.learner_left("did not come back", now)
         if self.leases.starving(now):
-            self.outbox.event("warning", f"waits for {'; '.join(self.report.waits(now))}")
+            self.outbox.event("warning", f"stall: {'; '.join(self.report.waits(now)[:STALLS_SHOWN])}")
         self.progress(now)
 
     def _overdue(self, task: TrainingTask, now: float) -> None:
@@ -308,9 +309,11 @@ class Broker:
 
     def _give_back(self, leases: Iterable[int]) -> None:
         """Leases come back unused, the newest first, so that the order of completion stays."""
-        for number in sorted(leases, reverse=True):
+        numbers = sorted(leases, reverse=True)
+        for number in numbers:
             self.leases.give_back(number)
-        self._drop_too_old()
+        if numbers:
+            self._drop_too_old()
 
     def _publish(self, weights: dict[str, Any]) -> None:
         """A new version: the clock advances, all generators get it, rollouts that are too old now are dropped."""

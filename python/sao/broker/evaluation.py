@@ -155,7 +155,8 @@ class Evaluation:
         """Goes on where an earlier broker was; a round without a result begins anew, under new ordinals."""
         self._last_step, self._rounds = note["last_evaluated"], note["eval_rounds"]
         if note["eval_due"] is not None:
-            self._begin(*note["eval_due"], now)
+            step, version = note["eval_due"]
+            self._begin(step, version, now)
 
     def resume(self, step: int) -> None:
         """The run goes on after `step`: a round that was due then is played (again), no other."""

@@ -225,9 +225,7 @@ class TaskBook:
             self.live[ordinal].state = "ready"
             self.n_leased -= 1
 
-    def trained(
-        self, number: int, ordinals: Iterable[int], step: int, trained: int, masked: int
-    ) -> list[TrainingTask]:
+    def trained(self, number: int, ordinals: Iterable[int], step: int, trained: int, masked: int) -> list[TrainingTask]:
         """A committed step used the lease. A learner that went back to a checkpoint repeats steps; the ledger goes
         on.
         """
