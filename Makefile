@@ -1,6 +1,6 @@
 # Needs Python 3.11 or newer, a Rust toolchain (1.89 or newer), make and gcc. Everything else goes into .venv.
 #   make quickstart   a small model learns a tool-use task on this machine, in minutes
-#   make test         every check and test, also those with the real vLLM engine on the CPU
+#   make test         every check and test, also those with the real vLLM engine on the CPU; WORKERS=N at once
 #   make lint         formatters, linters and types only
 #   make evidence     the long measurements behind the numbers in the documentation
 #   make clean        removes what was built (not the runs); make distclean also removes .venv
@@ -11,6 +11,7 @@ BIN    := $(VENV)/bin
 EXTRAS := train envs agents tracking dev
 MODEL  := runs/quickstart-model
 ARGS   ?=
+WORKERS ?= 2
 
 RUST_SOURCES := $(shell find rust -name '*.rs' -o -name Cargo.toml 2>/dev/null) Cargo.toml Cargo.lock
 
@@ -67,7 +68,8 @@ rust-test: $(VENV)/.core
 	scripts/loom.sh
 
 pytest: $(VENV)/.vllm
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(ARGS)
+	@sh scripts/system_packages.sh
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 evidence: $(VENV)/.vllm
 	@for script in $(filter-out bench/common.py bench/learner.py, $(wildcard bench/*.py)); do \

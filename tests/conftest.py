@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,34 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Property tests are not timed, since a test machine may be shared and slow.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Groups for `--dist loadgroup`: tests of a file stay together (they share fixtures), and so do all tests with the
+    real vLLM (each engine takes a core and gigabytes). Groups that take long go first, so that no worker ends alone."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    order = ["vllm", "e2e"]  # then all others
+
+    def group(item: pytest.Item) -> str:
+        return "vllm" if item.get_closest_marker("vllm") else item.path.parent.name
+
+    items.sort(key=lambda item: order.index(group(item)) if group(item) in order else len(order))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("vllm" if group(item) == "vllm" else item.location[0]))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Ends the output with the tests that did not run here, by reason, so that none is left out in silence."""
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    if reporter is None or hasattr(config, "workerinput"):
+        return
+    skipped = Counter[tuple[str, str]]()
+    for report in reporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        skipped[reason.removeprefix("Skipped: "), report.nodeid.partition("::")[0]] += 1
+    for (reason, file), count in sorted(skipped.items()):
+        reporter.write_line(f"NOT RUN: {file}, {count} test{'s' * (count > 1)}: {reason}")
 
 
 @pytest.fixture(scope="session")
