@@ -3,5 +3,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-target}/loom"
-cargo test --quiet --release -p sao-core --lib -- models "$@"
-cargo test --quiet --release -p sao-core --test models "$@"
+cargo test --quiet --profile models -p sao-core --lib -- models "$@"
+cargo test --quiet --profile models -p sao-core --test models "$@"

@@ -19,7 +19,7 @@ from rich.progress import track
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sao.envs.lookup import LETTERS, NUMBERS, WORDS, Lookup, Task, draw
+from sao.envs.lookup import LETTERS, NUMBERS, WORDS, Lookup, LookupTask, draw
 
 SPECIAL = ("<pad>", "<unk>", "<end>", "<system>", "<user>", "<assistant>", "<tool>")
 CHAT_TEMPLATE = (
@@ -71,7 +71,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return model
 
 
-def dialogue(task: Task, rng: random.Random, sloppy: bool) -> str:
+def dialogue(task: LookupTask, rng: random.Random, sloppy: bool) -> str:
     """A rendered demonstration, with mistakes of the two kinds that `sloppy` asks for: a wrong key, a wrong sum."""
     call, observation, answer = task.call, task.observation, task.answer
     if sloppy and rng.random() < WRONG_CALLS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Awaitable
 from pathlib import Path
@@ -42,15 +43,18 @@ elif how == "crash":
     sys.exit("no such tool")
 elif how == "hang":
     import subprocess, time
-    subprocess.Popen(["sleep", "1000"]); time.sleep(1000)
+    subprocess.Popen(["sleep", sys.argv[3]]); time.sleep(1000)
 assert os.environ["SAO_SEED"] == sys.argv[2] == "77" and os.environ["SAO_SPLIT"] == "train"
 """
+
+
+SLEEP_S = f"1000.{os.getpid()}"  # of no other process
 
 
 def command(tmp_path: Path, how: str, **more: Any) -> Agent:
     program = tmp_path / "agent.py"
     program.write_text(PLAIN)
-    made = registry.make("agent", command=[sys.executable, "-S", str(program), how, "{seed}"], **more)
+    made = registry.make("agent", command=[sys.executable, "-S", str(program), how, "{seed}", SLEEP_S], **more)
     assert isinstance(made, Agent)
     return made
 
@@ -69,8 +73,7 @@ def test_a_command_that_hangs_is_killed_with_what_it_started(tiny_model: Path, t
     trajectory = played(tiny_model, env, env={"episode_timeout_s": 3.0})
     assert trajectory.termination.reason == "time_limit"
     assert env._process is not None and env._process.returncode is not None
-    group = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "1000"] and p.ppid() == 1]
-    assert group == []
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", SLEEP_S]]
 
 
 WORKER = """

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from sao.envs.lookup import LETTERS, NUMBERS, WORDS, Lookup, Task, draw
+from sao.envs.lookup import LETTERS, NUMBERS, WORDS, Lookup, LookupTask, draw
 from sao.envs.protocol import StepResult
 
 SEEDS = range(60)
 
 
-def play(agent: Callable[[Task, list[str]], str], seed: int, **args: int) -> tuple[float, int]:
+def play(agent: Callable[[LookupTask, list[str]], str], seed: int, **args: int) -> tuple[float, int]:
     """(reward, turns) of an agent that sees the task, which no policy does, and the messages so far."""
 
     async def episode() -> tuple[float, int]:
@@ -31,7 +31,7 @@ def play(agent: Callable[[Task, list[str]], str], seed: int, **args: int) -> tup
     return asyncio.run(episode())
 
 
-def by_observation(task: Task, seen: list[str]) -> str:
+def by_observation(task: LookupTask, seen: list[str]) -> str:
     """Uses only what a policy can see."""
     row, column, _, operand = seen[0].split()
     if len(seen) == 1:
@@ -46,7 +46,7 @@ def test_the_perfect_agent_gets_1(distractors: int) -> None:
     assert all(play(by_observation, seed, distractors=distractors) == (1.0, 2) for seed in SEEDS)
 
 
-AGENTS: dict[str, Callable[[Task, list[str]], str]] = {
+AGENTS: dict[str, Callable[[LookupTask, list[str]], str]] = {
     "guesses right without the call": lambda task, seen: task.answer,
     "forgets the operand": lambda task, seen: task.call if len(seen) == 1 else f"say {task.value + task.operand + 1}",
     "repeats the call": lambda task, seen: task.call,
@@ -69,7 +69,7 @@ def test_other_agents_get_0(name: str) -> None:
 
 
 def test_a_malformed_turn_is_told_and_may_be_made_good() -> None:
-    def slow(task: Task, seen: list[str]) -> str:
+    def slow(task: LookupTask, seen: list[str]) -> str:
         return "what" if len(seen) == 1 else task.call if seen[-1] == "error" else task.answer
 
     assert {play(slow, seed) for seed in SEEDS} == {(1.0, 3)}

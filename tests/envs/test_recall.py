@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from sao.envs.recall import FILLER, KEYS, KINDS, VALUES, WORDS, Recall, Task, draw
+from sao.envs.recall import FILLER, KEYS, KINDS, VALUES, WORDS, Recall, RecallTask, draw
 from sao.errors import ConfigError
 
 SEEDS = range(60)
-Agent = Callable[[Task, list[str]], str]
+Agent = Callable[[RecallTask, list[str]], str]
 
 
 def play(agent: Agent, seed: int, filler: int = 4, kind: str = "fruit") -> tuple[float, int]:
@@ -32,7 +32,7 @@ def play(agent: Agent, seed: int, filler: int = 4, kind: str = "fruit") -> tuple
     return asyncio.run(episode())
 
 
-def by_memory(task: Task, seen: list[str]) -> str:
+def by_memory(task: RecallTask, seen: list[str]) -> str:
     """Remembers everything that was shown."""
     if not seen or not seen[-1].startswith("ask"):
         return "next"
@@ -64,7 +64,7 @@ def test_others_get_0(name: str) -> None:
 
 
 def test_guessing_pays_one_time_in_six() -> None:
-    def guess(task: Task, seen: list[str]) -> str:
+    def guess(task: RecallTask, seen: list[str]) -> str:
         return "say 3" if len(seen) == 7 else "next"
 
     rewards = [play(guess, seed)[0] for seed in range(600)]
@@ -89,7 +89,7 @@ def test_every_fact_is_shown_once_and_only_its_kind_tells_whether_it_is_asked() 
 
 
 def test_splits_are_disjoint_and_one_in_eight_is_held_out() -> None:
-    def key(task: Task) -> tuple[object, ...]:
+    def key(task: RecallTask) -> tuple[object, ...]:
         return task.facts, task.asked
 
     train = {key(draw(seed, "train")) for seed in range(2000)}

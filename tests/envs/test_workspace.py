@@ -13,7 +13,7 @@ import pytest
 from sao.envs import sandbox
 from sao.envs.protocol import StepResult
 from sao.envs.workspace import Workspace
-from sao.envs.workspace_tasks import Task, draw
+from sao.envs.workspace_tasks import RepositoryTask, draw
 from sao.errors import ConfigError, EnvironmentFailure
 
 pytestmark = pytest.mark.skipif(
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 SEED, MODULES = 11, 3
 
 
-def task() -> Task:
+def task() -> RepositoryTask:
     """What the environment plays for `SEED`."""
     return draw(random.Random(f"train {SEED}"), MODULES)
 
@@ -161,10 +161,13 @@ def test_hidden_tests_are_nowhere_to_be_found() -> None:
         "rm -rf ..?* .[!.]* *; rmdir ../workspace; true",
     ],
 )
-def test_a_ruined_repository_is_worth_nothing_and_leaves_nothing_behind(sabotage: str) -> None:
-    before = set(Path(tempfile.gettempdir()).glob("sao-workspace-*"))
+def test_a_ruined_repository_is_worth_nothing_and_leaves_nothing_behind(
+    sabotage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, make = list[str](), tempfile.mkdtemp
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **options: made.append(make(**options)) or made[-1])
     assert reward(sabotage, "done") == 0.0
-    assert set(Path(tempfile.gettempdir()).glob("sao-workspace-*")) <= before
+    assert made and not any(Path(folder).exists() for folder in made)
 
 
 def test_filling_the_disk_ends_the_episode() -> None:

@@ -17,7 +17,7 @@ from sao.engines.scripted import Reply, ScriptedEngine
 from sao.engines.torch_engine import TorchEngine
 from sao.envs import sandbox
 from sao.envs.workspace import Workspace
-from sao.envs.workspace_tasks import Task, draw
+from sao.envs.workspace_tasks import RepositoryTask, draw
 from sao.rollout import episode
 from sao.rollout.chat import Renderer
 from sao.rollout.compaction import Compactor
@@ -86,7 +86,7 @@ def play(engine: Engine, config: Config) -> Trajectory:
     return asyncio.run(whole())
 
 
-def scripts(task: Task) -> list[str]:
+def scripts(task: RepositoryTask) -> list[str]:
     """What somebody does who reads, edits, looks at the result and commits."""
     steps = ["ls; git log --oneline", "cat docs/order.md"]
     for path, text in task.solution().items():

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, get_args, runtime_checkable
 
+from sao.envs.protocol import check_choice
 from sao.errors import ConfigError, EnvironmentFailure
 
 Start = Literal["episode", "once", "never"]
@@ -97,10 +98,8 @@ class Agent:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.command = shlex.split(command) if isinstance(command, str) else [str(part) for part in command]
-        if start not in get_args(Start):
-            raise ConfigError(f"env.args.start: {start!r}, expected one of {', '.join(get_args(Start))}")
-        if reward not in get_args(RewardFrom):
-            raise ConfigError(f"env.args.reward: {reward!r}, expected one of {', '.join(get_args(RewardFrom))}")
+        check_choice("start", start, get_args(Start))
+        check_choice("reward", reward, get_args(RewardFrom))
         if (start == "never") == bool(self.command):
             wanted = "none with start = 'never'" if self.command else f"a program, since start = {start!r}"
             raise ConfigError(f"env.args.command: {command!r}, expected {wanted}")
@@ -166,15 +165,13 @@ async def tail(stream: asyncio.StreamReader, n_bytes: int = _TAIL_BYTES) -> byte
 
 
 def _last_line(output: bytes) -> float:
-    lines = output.decode(errors="replace").strip().splitlines()
-    last = lines[-1] if lines else ""
+    last = output.decode(errors="replace").strip().rpartition("\n")[2]
     try:
         found = json.loads(last)
-        value = found["reward"] if isinstance(found, dict) else found
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError
-    except (ValueError, KeyError):
-        raise EnvironmentFailure(
-            "bad_reward", f'last line of output {last[:200]!r}, expected a number or {{"reward": number}}'
-        ) from None
+    except ValueError:
+        found = None
+    value = found.get("reward") if isinstance(found, dict) else found
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        expected = 'expected a number or {"reward": number}'
+        raise EnvironmentFailure("bad_reward", f"last line of output {last[:200]!r}, {expected}")
     return float(value)

@@ -9,12 +9,10 @@ A turn that is neither a call nor an answer gets the observation `error` and cou
 
 from __future__ import annotations
 
-import hashlib
 import random
 from dataclasses import dataclass
 
-from sao.envs.protocol import Message, StepResult, check_split
-from sao.errors import ConfigError, EnvironmentFailure
+from sao.envs.protocol import Message, SingleTask, StepResult, belongs, check_integer, check_split
 
 LETTERS = tuple("abcdefghijklmnopqrstuvwx")
 NUMBERS = tuple(str(number) for number in range(13))
@@ -22,11 +20,10 @@ WORDS = ("get", "say", "plus", "error", *NUMBERS, *LETTERS)
 """Every word that the environment says or accepts; with 7 special tokens a vocabulary of 48."""
 
 _VALUES = 7  # values and operands are 0 to 6, so that a sum is one word
-_EVAL_SHARE = 8  # one task in 8 belongs to the held-out split
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class LookupTask:
     """One question and what the tool knows.
 
     rows: the pairs (key, value) that the tool shows when asked for `key`: its own and those of distractors, shuffled.
@@ -58,21 +55,16 @@ class Task:
         return f"say {self.value + self.operand}"
 
 
-def draw(seed: int, split: str, distractors: int = 0) -> Task:
-    """The task of (seed, split); 28,224 tasks without distractors.
-
-    Train and eval are disjoint: a digest of the task's text decides where it belongs, whatever the seed.
-    """
+def draw(seed: int, split: str, distractors: int = 0) -> LookupTask:
+    """The task of (seed, split); 28,224 tasks without distractors."""
     check_split(seed, split)
     rng = random.Random(seed)
     while True:
         rows = _rows(rng, distractors + 1)
         (key, value), operand = rows[0], rng.randrange(_VALUES)
         rng.shuffle(rows)
-        task = Task(key, operand, value, tuple(rows))
-        text = f"{task.question} {task.observation}"
-        held_out = hashlib.blake2b(text.encode(), digest_size=1).digest()[0] % _EVAL_SHARE == 0
-        if held_out == (split == "eval"):
+        task = LookupTask(key, operand, value, tuple(rows))
+        if belongs(f"{task.question} {task.observation}", split):
             return task
 
 
@@ -90,24 +82,16 @@ def _show(rows: list[tuple[str, int]] | tuple[tuple[str, int], ...]) -> str:
     return " ".join(f"{key} {value}" for key, value in rows)
 
 
-class Lookup:
+class Lookup(SingleTask[LookupTask]):
     """The environment; see the module. Reward 0 or 1.
 
     distractors: rows of other keys in an observation, 0 to 7.
     turns: policy turns after which the episode ends with reward 0, at least 2.
     """
 
-    reward_range = (0.0, 1.0)
-    replayable = True
-
     def __init__(self, distractors: int = 0, turns: int = 3) -> None:
-        if type(distractors) is not int or not 0 <= distractors <= 7:
-            raise ConfigError(f"env.args.distractors: {distractors!r}, expected an integer from 0 to 7")
-        if type(turns) is not int or turns < 2:
-            raise ConfigError(f"env.args.turns: {turns!r}, expected an integer >= 2")
-        self._distractors = distractors
-        self._turns = turns
-        self._task: Task | None = None
+        self._distractors = check_integer("distractors", distractors, 0, 7)
+        self._turns = check_integer("turns", turns, 2)
         self._rng = random.Random()
         self._turn = 0
         self._fetched = False
@@ -121,9 +105,7 @@ class Lookup:
 
     async def step(self, text: str) -> StepResult:
         """Takes `get KEY` or `say NUMBER`. Raises `EnvironmentFailure("not_running")` before reset or after the end."""
-        task = self._task
-        if task is None:
-            raise EnvironmentFailure("not_running", "step before reset or after the end of the episode")
+        task = self._running()
         self._turn += 1
         match text.split():
             case ["say", number] if number in NUMBERS:
@@ -136,15 +118,7 @@ class Lookup:
             return self._end(0.0)
         return StepResult((Message("tool", observation),), None, False)
 
-    async def close(self) -> None:
-        """Frees nothing: the environment holds no resource."""
-        self._task = None
-
-    def _end(self, reward: float) -> StepResult:
-        self._task = None
-        return StepResult((), reward, True)
-
-    def _fetch(self, task: Task, key: str) -> str:
+    def _fetch(self, task: LookupTask, key: str) -> str:
         if key == task.key:
             self._fetched = True
             return task.observation

@@ -1,4 +1,4 @@
-"""What an environment is: `reset` gives the first messages, `step` takes the policy's text, `close` ends it.
+"""The contract of environments: `reset` gives the first messages, `step` takes the policy's text, `close` ends it.
 
 An environment fails by raising `EnvironmentFailure(reason, detail)`. A failure is never a reward: an episode that could
 not be set up, stepped or scored is left out of training and counted under its reason. The grader lives in the
@@ -7,16 +7,20 @@ environment's own process and sees the policy's text only as text, so nothing a 
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Generic, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
-from sao.errors import EnvironmentFailure
+from sao.errors import ConfigError, EnvironmentFailure
+
+T = TypeVar("T")
 
 Role = Literal["system", "user", "assistant", "tool"]
 Split = Literal["train", "eval"]
+_EVAL_SHARE = 8  # one task in 8 belongs to the held-out split
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step returns.
+    """The result of a step.
 
     messages: the observations that follow the policy's turn; empty when `done`.
     reward: the episode's reward when `done`; before that, an optional reward of this turn alone (`None`: no reward).
@@ -69,6 +73,51 @@ class Environment(Protocol):
     async def close(self) -> None:
         """Frees what the environment holds; called once, also after a failure or a cancelled call."""
         ...
+
+
+class SingleTask(Generic[T]):
+    """The common part of environments that hold nothing but the task that is played: rewards in [0, 1], replayable."""
+
+    reward_range = (0.0, 1.0)
+    replayable = True
+    _task: T | None = None
+
+    def _running(self) -> T:
+        """The task that is played. Raises `EnvironmentFailure("not_running")` when there is none."""
+        if self._task is None:
+            raise EnvironmentFailure("not_running", "step before reset or after the end of the episode")
+        return self._task
+
+    def _end(self, reward: float) -> StepResult:
+        """Ends the episode with this reward."""
+        self._task = None
+        return StepResult((), reward, True)
+
+    async def close(self) -> None:
+        """Forgets the task: there is no other resource."""
+        self._task = None
+
+
+def check_integer(name: str, value: Any, low: int, high: float = math.inf) -> int:
+    """The argument of an environment. Raises `ConfigError` unless it is an integer (no truth value) in [low, high]."""
+    if type(value) is not int or not low <= value <= high:
+        expected = f">= {low}" if high == math.inf else f"from {low} to {high}"
+        raise ConfigError(f"env.args.{name}: {value!r}, expected an integer {expected}")
+    return value
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
+    """The argument of an environment. Raises `ConfigError` unless it is one of the choices."""
+    if value not in choices:
+        raise ConfigError(f"env.args.{name}: {value!r}, expected one of {', '.join(choices)}")
+    return str(value)
+
+
+def belongs(text: str, split: str) -> bool:
+    """Whether the task of this text belongs to the split. A digest of the text decides, so no task is in both splits,
+    whatever the seeds; one in 8 is held out."""
+    held_out = hashlib.blake2b(text.encode(), digest_size=1).digest()[0] % _EVAL_SHARE == 0
+    return held_out == (split == "eval")
 
 
 def check_split(seed: int, split: str) -> None:

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
+import difflib
 import importlib
 import random
 import re
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from sao.envs.protocol import Message, StepResult, check_reward, check_split
+from sao.envs.protocol import Message, SingleTask, StepResult, belongs, check_integer, check_reward, check_split
 from sao.errors import ConfigError, EnvironmentFailure
 
 T = TypeVar("T")
 
-_EVAL_SHARE = 8  # one question in 8 belongs to the held-out split
 _DRAWS = 512  # after which a split is taken to be empty
 
 SYSTEM_PROMPT = "Answer the question. Write your final answer as <{tag}>ANSWER</{tag}>."
@@ -35,7 +35,7 @@ class _Item:
     entry: dict[str, Any]
 
 
-class ReasoningGym:
+class ReasoningGym(SingleTask[_Item]):
     """The environment; see the module. Rewards in [0, 1].
 
     dataset: name of a reasoning-gym dataset, or a list of names (one is drawn for each task).
@@ -49,9 +49,6 @@ class ReasoningGym:
 
     Raises `ConfigError` when reasoning-gym is not installed, or a name or parameter is not known to it.
     """
-
-    reward_range = (0.0, 1.0)
-    replayable = True
 
     def __init__(
         self,
@@ -71,33 +68,29 @@ class ReasoningGym:
         self._params = {self._names[0]: params} if isinstance(dataset, str) else params
         if not re.fullmatch(r"[A-Za-z][\w-]*|", tag):
             raise ConfigError(f"env.args.tag: {tag!r}, expected letters, digits, '_' or '-', or '' for the whole reply")
-        if not isinstance(turns, int) or turns < 1:
-            raise ConfigError(f"env.args.turns: {turns!r}, expected an integer >= 1")
         if not score_timeout_s > 0:
             raise ConfigError(f"env.args.score_timeout_s: {score_timeout_s!r}, expected a number of seconds > 0")
         if example is not None and set(example) != {"question", "answer"}:
             raise ConfigError(f"env.args.example: keys {sorted(example)}, expected question and answer")
         self._check_datasets()
-        self._tag, self._turns, self._exact, self._limit_s = tag, turns, exact, score_timeout_s
+        self._tag, self._exact, self._limit_s = tag, exact, score_timeout_s
+        self._turns = check_integer("turns", turns, 1)
         prompt = (SYSTEM_PROMPT if tag else "") if system is None else system
         self._opening: tuple[Message, ...] = (Message("system", prompt.replace("{tag}", tag)),) if prompt else ()
         if example is not None:
             self._opening += (Message("user", example["question"]), Message("assistant", example["answer"]))
-        self._item: _Item | None = None
         self._turn = 0
 
     async def reset(self, seed: int, split: str) -> tuple[Message, ...]:
         """Draws the question of (seed, split). Raises `EnvironmentFailure`: "reset_error", "timeout", "empty_split"."""
         check_split(seed, split)
-        self._item, self._turn = None, 0
-        self._item = await in_thread(lambda: self._draw(seed, split), self._limit_s, "reset")
-        return (*self._opening, Message("user", str(self._item.entry["question"])))
+        self._task, self._turn = None, 0
+        self._task = item = await in_thread(lambda: self._draw(seed, split), self._limit_s, "reset")
+        return (*self._opening, Message("user", str(item.entry["question"])))
 
     async def step(self, text: str) -> StepResult:
         """Scores a reply. Raises `EnvironmentFailure`: "scorer_error", "timeout", "bad_reward", "not_running"."""
-        item = self._item
-        if item is None:
-            raise EnvironmentFailure("not_running", "step before reset or after the end of the episode")
+        item = self._running()
         self._turn += 1
         answer = extract(text, self._tag)
         reward = 0.0
@@ -105,14 +98,9 @@ class ReasoningGym:
             raw = await in_thread(lambda: item.dataset.score_answer(answer, item.entry), self._limit_s, "scorer")
             reward = check_reward(raw, self.reward_range)
         if self._turn >= self._turns or reward >= 1.0:
-            self._item = None
-            return StepResult((), float(reward >= 1.0) if self._exact else reward, True)
+            return self._end(float(reward >= 1.0) if self._exact else reward)
         feedback = f"There is no <{self._tag}> in your reply." if answer is None else "That is not right."
         return StepResult((Message("user", f"{feedback} Try again."),), None, False)
-
-    async def close(self) -> None:
-        """Frees nothing: the environment holds no resource."""
-        self._item = None
 
     def _check_datasets(self) -> None:
         known = importlib.import_module("reasoning_gym.factory").DATASETS
@@ -138,14 +126,13 @@ class ReasoningGym:
         return self._gym.create_dataset(name, seed=seed, size=1, **self._params.get(name, {}))
 
     def _draw(self, seed: int, split: str) -> _Item:
-        """Train and eval use disjoint dataset seeds, and a digest of the question decides where a question belongs."""
+        """The splits use disjoint dataset seeds too, beside the division of the questions."""
         rng = random.Random(seed)
         for _ in range(_DRAWS):
             name = rng.choice(self._names)
             dataset = self._create(name, 2 * rng.getrandbits(30) + (split == "eval"))
             entry = dataset[0]
-            digest = hashlib.blake2b(str(entry["question"]).encode(), digest_size=1).digest()[0]
-            if (digest % _EVAL_SHARE == 0) == (split == "eval"):
+            if belongs(str(entry["question"]), split):
                 return _Item(dataset, entry)
         raise EnvironmentFailure("empty_split", f"no question of split {split!r} in {_DRAWS} draws: too few questions")
 
@@ -167,31 +154,20 @@ async def in_thread(call: Callable[[], T], limit_s: float, what: str) -> T:
 
     Raises `EnvironmentFailure`: "timeout" after `limit_s` seconds, f"{what}_error" for anything that `call` raises.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if not future.done():  # the caller may be gone
-            if error is None:
-                future.set_result(value)
-            else:
-                future.set_exception(error)
+    done = Future[T]()
+    done.set_running_or_notify_cancel()  # a caller that leaves cancels its own wait only
 
     def run() -> None:
-        value: Any = None
-        failure: BaseException | None = None
         try:
-            value = call()
+            done.set_result(call())
         except EnvironmentFailure as error:
-            failure = error
+            done.set_exception(error)
         except BaseException as error:  # code of others: whatever it raises is a failure with a reason
-            failure = EnvironmentFailure(f"{what}_error", f"{type(error).__name__}: {error}")
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, value, failure)
+            done.set_exception(EnvironmentFailure(f"{what}_error", f"{type(error).__name__}: {error}"))
 
     threading.Thread(target=run, name=f"sao-{what}", daemon=True).start()
     try:
-        return await asyncio.wait_for(future, limit_s)
+        return await asyncio.wait_for(asyncio.wrap_future(done), limit_s)
     except TimeoutError:
         raise EnvironmentFailure("timeout", f"{what} did not return within {limit_s:g} s") from None
 
@@ -200,13 +176,10 @@ def _import() -> Any:
     try:
         return importlib.import_module("reasoning_gym")
     except ImportError as error:
-        raise ConfigError(
-            f"env.name: 'reasoning_gym' needs the package reasoning-gym: pip install 'sao[envs]' ({error})"
-        ) from error
+        need = "'reasoning_gym' needs the package reasoning-gym: pip install 'sao[envs]'"
+        raise ConfigError(f"env.name: {need} ({error})") from error
 
 
 def _nearest(name: str, known: Any) -> str:
-    import difflib
-
     near = difflib.get_close_matches(name, known, n=3)
     return f"; near: {', '.join(near)}" if near else f"; it has {len(known)} datasets, such as chain_sum"

@@ -12,12 +12,10 @@ other than `next` before the question ends the episode with reward 0, so nothing
 
 from __future__ import annotations
 
-import hashlib
 import random
 from dataclasses import dataclass
 
-from sao.envs.protocol import Message, StepResult, check_split
-from sao.errors import ConfigError, EnvironmentFailure
+from sao.envs.protocol import Message, SingleTask, StepResult, belongs, check_choice, check_integer, check_split
 
 KINDS = {
     "fruit": ("pear", "plum"),
@@ -38,12 +36,11 @@ WORDS = (
 """Every word that the environment says or accepts, and `sum`, the example's request for a summary."""
 
 WORDS_PER_OBSERVATION = 4
-_EVAL_SHARE = 8  # one task in 8 belongs to the held-out split
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What is to be remembered of a key."""
+    """A key and the value to be remembered of it."""
 
     key: str
     value: str
@@ -53,8 +50,8 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """What is shown, in this order, and what is asked."""
+class RecallTask:
+    """Facts and filler, in the order in which they are shown, and the fact that is asked for."""
 
     facts: tuple[Fact, ...]
     filler: tuple[str, ...]
@@ -62,7 +59,7 @@ class Task:
 
     @property
     def observations(self) -> tuple[str, ...]:
-        """What the policy sees after each `next`; the last one is the question."""
+        """The observation after each `next`; the last one is the question."""
         half = len(self.facts) // 2
         first, second = (" ".join(map(str, facts)) for facts in (self.facts[:half], self.facts[half:]))
         return (first, second, *self.filler, f"ask {self.asked.key}")
@@ -73,40 +70,28 @@ class Task:
         return f"say {self.asked.value}"
 
 
-def draw(seed: int, split: str, filler: int = 17, kind: str = "fruit") -> Task:
-    """The task of (seed, split).
-
-    Train and eval are disjoint: a digest of the facts and the question decides where a task belongs, whatever the seed.
-    """
+def draw(seed: int, split: str, filler: int = 17, kind: str = "fruit") -> RecallTask:
+    """The task of (seed, split)."""
     check_split(seed, split)
     rng = random.Random(seed)
     while True:
         facts = tuple(Fact(key, rng.choice(VALUES)) for key in rng.sample(KEYS, len(KEYS)))
         asked = rng.choice([fact for fact in facts if fact.key in KINDS[kind]])
-        text = f"{' '.join(map(str, facts))} {asked}"
-        held_out = hashlib.blake2b(text.encode(), digest_size=1).digest()[0] % _EVAL_SHARE == 0
-        if held_out == (split == "eval"):
+        if belongs(f"{' '.join(map(str, facts))} {asked}", split):
             lines = tuple(" ".join(rng.choices(FILLER, k=WORDS_PER_OBSERVATION)) for _ in range(filler))
-            return Task(facts, lines, asked)
+            return RecallTask(facts, lines, asked)
 
 
-class Recall:
+class Recall(SingleTask[RecallTask]):
     """The environment; see the module. Reward 0 or 1.
 
     filler: observations between the last fact and the question, 0 to 1000.
     kind: of the facts that are asked for, "fruit", "animal", "tool" or "town".
     """
 
-    reward_range = (0.0, 1.0)
-    replayable = True
-
     def __init__(self, filler: int = 17, kind: str = "fruit") -> None:
-        if type(filler) is not int or not 0 <= filler <= 1000:
-            raise ConfigError(f"env.args.filler: {filler!r}, expected an integer from 0 to 1000")
-        if kind not in KINDS:
-            raise ConfigError(f"env.args.kind: {kind!r}, expected one of {', '.join(KINDS)}")
-        self._filler, self._kind = filler, kind
-        self._task: Task | None = None
+        self._filler = check_integer("filler", filler, 0, 1000)
+        self._kind = check_choice("kind", kind, KINDS)
         self._seen = 0
 
     async def reset(self, seed: int, split: str) -> tuple[Message, ...]:
@@ -117,17 +102,10 @@ class Recall:
 
     async def step(self, text: str) -> StepResult:
         """Takes `next`, or `say VALUE` after the question. Raises `EnvironmentFailure("not_running")` otherwise."""
-        task = self._task
-        if task is None:
-            raise EnvironmentFailure("not_running", "step before reset or after the end of the episode")
-        said, observations = " ".join(text.split()), task.observations
+        task = self._running()
+        turn, observations = " ".join(text.split()), task.observations
         asked = self._seen == len(observations)
-        if asked or said != "next":
-            self._task = None
-            return StepResult((), 1.0 if asked and said == task.answer else 0.0, True)
+        if asked or turn != "next":
+            return self._end(1.0 if asked and turn == task.answer else 0.0)
         self._seen += 1
         return StepResult((Message("tool", observations[self._seen - 1]),), None, False)
-
-    async def close(self) -> None:
-        """Frees nothing: the environment holds no resource."""
-        self._task = None

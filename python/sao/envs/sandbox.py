@@ -1,4 +1,4 @@
-"""Runs a shell script that nobody trusts: namespaces by bubblewrap, resource limits always.
+"""A sandbox for shell scripts that nobody trusts: namespaces by bubblewrap, resource limits always.
 
 With bubblewrap (`bwrap`, in Debian's package of that name) the script sees the system's programs read-only, the folders
 that it was given and a private /tmp; it has no network, no capabilities, no other processes and none of this process's
@@ -38,7 +38,7 @@ _PROBE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one script: seconds, bytes and processes. `output_bytes`: of stdout and stderr together that are kept."""
+    """The limits of one script: seconds, bytes and processes. output_bytes: kept of stdout and stderr together."""
 
     wall_s: float = 20.0
     cpu_s: int = 10
@@ -51,7 +51,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a script did. exit_code: negative for a signal. timed_out: it was killed at `wall_s`."""
+    """The end of a script. exit_code: negative for a signal. timed_out: killed at `wall_s`. cut: output is missing."""
 
     exit_code: int
     output: bytes
@@ -71,25 +71,22 @@ class Folder:
 @lru_cache(maxsize=1)
 def bubblewrap() -> tuple[str | None, str]:
     """(path of a `bwrap` that works here or None, its version or why there is none)."""
-    path = shutil.which("bwrap")
-    if path is None:
-        return None, "bwrap is not installed (Debian, Ubuntu: apt install bubblewrap)"
-    return _probe(path, [path, *_bwrap_flags(), "--ro-bind", "/", "/", "true"], [path, "--version"])
+    return _probe("bwrap", "Debian, Ubuntu: apt install bubblewrap", *_bwrap_flags(), "--ro-bind", "/", "/", "true")
 
 
 @lru_cache(maxsize=1)
 def namespaces() -> tuple[str | None, str]:
     """(path of an `unshare` that works here or None, its version or why there is none)."""
-    path = shutil.which("unshare")
+    return _probe("unshare", "util-linux", *_unshare_flags(), "true")
+
+
+def _probe(program: str, package: str, *trial: str) -> tuple[str | None, str]:
+    path = shutil.which(program)
     if path is None:
-        return None, "unshare is not installed (util-linux)"
-    return _probe(path, [path, *_unshare_flags(), "true"], [path, "--version"])
-
-
-def _probe(path: str, trial: Sequence[str], asked: Sequence[str]) -> tuple[str | None, str]:
+        return None, f"{program} is not installed ({package})"
     try:
-        for command in (trial, asked):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_S, check=True)
+        for arguments in (trial, ("--version",)):
+            done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=_PROBE_S, check=True)
     except subprocess.CalledProcessError as error:
         return None, f"{path} does not work here: {error.stderr.strip() or error}"
     except (OSError, subprocess.SubprocessError) as error:
@@ -105,14 +102,8 @@ def _bwrap_flags() -> list[str]:
     # Root needs no user namespace, and in one it could not change to another user.
     separate = ("pid", "net", "ipc", "uts", *(() if _root() else ("user",)))
     kept = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP") if _root() else ()
-    return [
-        *(f"--unshare-{name}" for name in separate),
-        "--die-with-parent",
-        "--new-session",
-        "--cap-drop",
-        "ALL",
-        *kept,
-    ]
+    unshared = [f"--unshare-{name}" for name in separate]
+    return [*unshared, "--die-with-parent", "--new-session", "--cap-drop", "ALL", *kept]
 
 
 def _unshare_flags() -> list[str]:
@@ -170,17 +161,17 @@ class Sandbox:
         """
         mark = secrets.token_hex(8).encode() + b"\n"
         try:
-            told, telling = os.pipe()  # in it bubblewrap says which process is the first of the namespace
+            info, info_end = os.pipe()  # bubblewrap writes into it which process is the first of the namespace
         except OSError as error:
             raise EnvironmentFailure("sandbox_error", f"pipe: {error}") from error
         kept, timed_out = bytearray(), False
         most = self.limits.output_bytes + len(mark)
         try:
-            command = self._command(folders, environment or {}, mark, script, telling)
+            command = self._command(folders, environment or {}, mark, script, info_end)
             try:
-                process, cancelled = await _start(command, () if self._bwrap is None else (telling,))
+                process, cancelled = await _start(command, () if self._bwrap is None else (info_end,))
             finally:
-                os.close(telling)
+                os.close(info_end)
             try:
                 if cancelled is not None:
                     raise cancelled
@@ -190,16 +181,16 @@ class Sandbox:
             except TimeoutError:
                 timed_out, cut = True, len(kept) >= most
             finally:
-                await _end(process, told)
+                await _end(process, info)
         finally:
-            os.close(told)
+            os.close(info)
         if not kept.startswith(mark):
             raise EnvironmentFailure("sandbox_error", f"the sandbox did not start: {bytes(kept[:400])!r}")
         assert process.returncode is not None
         return Outcome(process.returncode, bytes(kept[len(mark) :]), timed_out, cut)
 
     def _command(
-        self, folders: Sequence[Folder], environment: Mapping[str, str], mark: bytes, script: str, telling: int
+        self, folders: Sequence[Folder], environment: Mapping[str, str], mark: bytes, script: str, info_end: int
     ) -> list[str]:
         limits = self.limits
         variables = {"PATH": f"{Path(sys.base_prefix) / 'bin'}:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
@@ -225,7 +216,7 @@ class Sandbox:
         for folder in folders:
             binds += ["--bind" if folder.writable else "--ro-bind", str(folder.host), folder.inside]
         return [
-            *(self._bwrap, *_bwrap_flags(), "--info-fd", str(telling), "--clearenv"),
+            *(self._bwrap, *_bwrap_flags(), "--info-fd", str(info_end), "--clearenv"),
             *(part for name, value in pairs.items() for part in ("--setenv", name, value)),
             *("--proc", "/proc", "--dev", "/dev", "--perms", "1777"),
             *("--size", str(limits.tmp_bytes), "--tmpfs", "/tmp"),
@@ -284,7 +275,7 @@ async def _read(process: asyncio.subprocess.Process, kept: bytearray, most: int)
     return cut
 
 
-async def _end(process: asyncio.subprocess.Process, told: int) -> None:
+async def _end(process: asyncio.subprocess.Process, info: int) -> None:
     """Ends the whole tree, and waits until nothing of it is left: bubblewrap ends as soon as it knows the exit code,
     before the kernel has killed what the script left in the background, and that could go on writing while a grader
     reads.
@@ -296,7 +287,7 @@ async def _end(process: asyncio.subprocess.Process, told: int) -> None:
     if killed:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    first = _first(told, killed)
+    first = _first(info, killed)
     try:
         async with asyncio.timeout(_START_S):
             await process.wait()
@@ -311,14 +302,14 @@ async def _end(process: asyncio.subprocess.Process, told: int) -> None:
             os.close(first)
 
 
-def _first(told: int, kill: bool) -> int | None:
+def _first(info: int, kill: bool) -> int | None:
     """A descriptor of the first process of the namespace, which it kills if it is to. None when it is gone, and when
     nothing whole was told: by unshare, which itself waits for that process, or by a bubblewrap that did not get far; it
     tells everything before the first process may go on and leave the group.
     """
-    os.set_blocking(told, False)
+    os.set_blocking(info, False)
     try:
-        namespace = json.loads(os.read(told, 1 << 12))
+        namespace = json.loads(os.read(info, 1 << 12))
         number = namespace["child-pid"]
         first = os.pidfd_open(number)
     except (BlockingIOError, ProcessLookupError, ValueError):

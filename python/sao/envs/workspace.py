@@ -29,9 +29,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sao.envs.protocol import Message, StepResult, check_split
+from sao.envs.protocol import Message, SingleTask, StepResult, check_integer, check_split, is_unicode
 from sao.envs.sandbox import Folder, Limits, Outcome, Sandbox
-from sao.envs.workspace_tasks import Task
+from sao.envs.workspace_tasks import RepositoryTask
 from sao.envs.workspace_tasks import draw as draw_task
 from sao.errors import ConfigError, EnvironmentFailure
 
@@ -40,29 +40,23 @@ _SYSTEM = (
     "You work in a git repository through a shell. Each of your turns is a shell script and runs in the repository's"
     " folder; you see its exit code and output. The turn `done` ends the work; only what is committed counts."
 )
-_WHO = {
-    **{
-        f"GIT_{role}_{name}": text
-        for role in ("AUTHOR", "COMMITTER")
-        for name, text in (("NAME", "agent"), ("EMAIL", "a@b"))
-    },
-    **{
-        "GIT_CONFIG_NOSYSTEM": "1",
-        "GIT_CONFIG_COUNT": "1",
-        "GIT_CONFIG_KEY_0": "safe.directory",
-        "GIT_CONFIG_VALUE_0": "*",
-    },
+_VARIABLES = {
+    **{f"GIT_{role}_NAME": "agent" for role in ("AUTHOR", "COMMITTER")},
+    **{f"GIT_{role}_EMAIL": "a@b" for role in ("AUTHOR", "COMMITTER")},
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_COUNT": "1",
+    "GIT_CONFIG_KEY_0": "safe.directory",
+    "GIT_CONFIG_VALUE_0": "*",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
-# Runs inside: unpacks the commit, then calls what it is told to and writes results where print() does not reach.
-_GRADE = 'mkdir /tmp/graded && git archive HEAD | tar -x -C /tmp/graded && exec python3 -I -B -c "$GRADER"'
-_GRADE_IN_PLACE = 'cd "$(mktemp -d)" && git -C "$OLDPWD" archive HEAD | tar -x && exec python3 -I -B -c "$GRADER"'
+# Runs inside: unpacks the commit, then makes the calls and writes their results where print() does not reach.
+_GRADE = 'cd "$(mktemp -d)" && git -C "$OLDPWD" archive HEAD | tar -x && exec python3 -I -B -c "$GRADER"'
 _GRADER = """
 import importlib, json, os, sys
 calls, found = json.load(sys.stdin), []
 out = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-sys.path.insert(0, "/tmp/graded" if os.path.isdir("/tmp/graded") else os.getcwd())
+sys.path.insert(0, os.getcwd())
 for module, function, arguments in calls:
     try:
         value = getattr(importlib.import_module(module), function)(*arguments)
@@ -75,16 +69,13 @@ _SCRIPT_BYTES = 100_000
 _FENCED = re.compile(r"\A\s*```[a-z]*\n(.*?)\n?```\s*\Z", re.DOTALL)
 
 
-class Workspace:
+class Workspace(SingleTask[RepositoryTask]):
     """The environment; see the module. Reward 0 or 1.
 
     modules: to be corrected, 2 to 10. output_chars: of a script's output that the policy sees, at least 80.
     wall_s: a script's time, seconds. tree_bytes: of the repository, .git included; beyond, the episode ends with 0.
     allow_unprotected: run scripts without bubblewrap, see `sao.envs.sandbox`.
     """
-
-    reward_range = (0.0, 1.0)
-    replayable = True
 
     def __init__(
         self,
@@ -94,21 +85,16 @@ class Workspace:
         tree_bytes: int = 1 << 26,
         allow_unprotected: bool = False,
     ) -> None:
-        if type(modules) is not int or not 2 <= modules <= 10:
-            raise ConfigError(f"env.args.modules: {modules!r}, expected an integer from 2 to 10")
-        if type(output_chars) is not int or output_chars < 80:
-            raise ConfigError(f"env.args.output_chars: {output_chars!r}, expected an integer >= 80")
+        self._modules = check_integer("modules", modules, 2, 10)
+        self._output_chars = check_integer("output_chars", output_chars, 80)
+        self._tree_bytes = check_integer("tree_bytes", tree_bytes, 1 << 20)
         if isinstance(wall_s, bool) or not isinstance(wall_s, int | float) or not 0 < wall_s <= 3600:
             raise ConfigError(f"env.args.wall_s: {wall_s!r}, expected seconds above 0, at most 3600")
-        if type(tree_bytes) is not int or tree_bytes < 1 << 20:
-            raise ConfigError(f"env.args.tree_bytes: {tree_bytes!r}, expected an integer >= {1 << 20}")
         if shutil.which("git") is None:
             raise ConfigError("env.name: 'workspace' needs git, which is not installed")
-        self._modules, self._output_chars, self._tree_bytes = modules, output_chars, tree_bytes
         limits = Limits(wall_s=float(wall_s), cpu_s=max(1, round(wall_s)))
         self._sandbox = Sandbox(limits, allow_unprotected=allow_unprotected)
         self._folder: Path | None = None
-        self._task: Task | None = None
 
     async def reset(self, seed: int, split: str) -> tuple[Message, ...]:
         """Makes the repository of (seed, split) with one commit. Raises `EnvironmentFailure("sandbox_error")`."""
@@ -127,18 +113,17 @@ class Workspace:
 
     async def step(self, text: str) -> StepResult:
         """Runs a script, or grades after `done`. Raises `EnvironmentFailure` as the module says."""
-        task, folder = self._task, self._folder
-        if task is None or folder is None:
-            raise EnvironmentFailure("not_running", "step before reset or after the end of the episode")
+        task = self._running()
+        assert self._folder is not None
         fenced = _FENCED.match(text)
         script = fenced.group(1) if fenced else text
         if script.strip() == "done":
-            return await self._end(await self._grade(task))
+            return await self._finish(await self._grade(task))
         if not _passable(script):
             return StepResult((Message("tool", "exit code 2: not a shell script"),), None, False)
         outcome = await self._run(script)
-        if await asyncio.to_thread(_larger, folder, self._tree_bytes):
-            return await self._end(0.0)
+        if await asyncio.to_thread(_larger, self._folder, self._tree_bytes):
+            return await self._finish(0.0)
         return StepResult((Message("tool", self._show(outcome)),), None, False)
 
     async def close(self) -> None:
@@ -147,22 +132,21 @@ class Workspace:
         if folder is not None:
             await asyncio.to_thread(_remove, folder)
 
-    async def _end(self, reward: float) -> StepResult:
+    async def _finish(self, reward: float) -> StepResult:
         await self.close()
-        return StepResult((), reward, True)
+        return self._end(reward)
 
     async def _run(self, script: str, *, writable: bool = True, stdin: bytes = b"", **more: str) -> Outcome:
         assert self._folder is not None
         self._folder.chmod(stat.S_IRWXU)  # a script that locked itself out must not pass for a broken sandbox
         return await self._sandbox.run(
-            script, [Folder(self._folder, INSIDE, writable)], environment={**_WHO, **more}, stdin=stdin
+            script, [Folder(self._folder, INSIDE, writable)], environment={**_VARIABLES, **more}, stdin=stdin
         )
 
-    async def _grade(self, task: Task) -> float:
+    async def _grade(self, task: RepositoryTask) -> float:
         """1.0 if every call returns what it has to; whatever the repository's code does instead is 0.0."""
         asked = json.dumps([(call.module, call.function, call.arguments) for call in task.calls]).encode()
-        script = _GRADE if self._sandbox.protects_files else _GRADE_IN_PLACE
-        outcome = await self._run(script, writable=False, stdin=asked, GRADER=_GRADER)
+        outcome = await self._run(_GRADE, writable=False, stdin=asked, GRADER=_GRADER)
         try:
             found: Any = json.loads(outcome.output.rpartition(b"\n")[2])
         except ValueError:
@@ -174,20 +158,17 @@ class Workspace:
         if len(text) > self._output_chars or outcome.cut:
             half = self._output_chars // 2
             text = f"{text[:half]}\n[{len(text) - 2 * half} characters and perhaps more are not shown]\n{text[-half:]}"
-        limit = (
-            f"killed after {self._sandbox.limits.wall_s:g} s" if outcome.timed_out else f"exit code {outcome.exit_code}"
-        )
-        return f"{limit}\n{text}" if text else limit
+        killed = f"killed after {self._sandbox.limits.wall_s:g} s"
+        end = killed if outcome.timed_out else f"exit code {outcome.exit_code}"
+        return f"{end}\n{text}" if text else end
 
 
 def _passable(script: str) -> bool:
     """Whether it can be an argument of a program: Linux takes 128 KiB, and no NUL."""
-    with suppress(UnicodeEncodeError):
-        return "\0" not in script and len(script.encode()) <= _SCRIPT_BYTES
-    return False
+    return is_unicode(script) and "\0" not in script and len(script.encode()) <= _SCRIPT_BYTES
 
 
-def _request(task: Task) -> str:
+def _request(task: RepositoryTask) -> str:
     return (
         f"The modules of the package `{task.package}` no longer do what docs/ says. For every module there is a file"
         f" in docs/ with its rule (the section `In force`); docs/order.md says what the modules' functions are called"

@@ -63,7 +63,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class RepositoryTask:
     """A repository at its start, by path; the rules that hold, in the order of `package/total.py`; hidden tests.
 
     function: what every module's function has to be called.
@@ -84,7 +84,7 @@ class Task:
         return {**right, f"{self.package}/total.py": _total(self.package, list(self.rules), self.function)}
 
 
-def draw(rng: random.Random, modules: int) -> Task:
+def draw(rng: random.Random, modules: int) -> RepositoryTask:
     """A task with so many modules, 2 to 10."""
     package = f"{rng.choice(_SIGNS)}{rng.randrange(1000)}"
     names, old, new = rng.sample(MODULES, modules), *rng.sample(FUNCTIONS, 2)
@@ -103,7 +103,7 @@ def draw(rng: random.Random, modules: int) -> Task:
             calls.append(Call(f"{package}.{name}", new, (amount, count), rule.of(amount, count)))
             total = rule.of(total, count)
         calls.append(Call(f"{package}.total", "total", (amount, count), total))
-    return Task(package, new, rules, files, tuple(calls))
+    return RepositoryTask(package, new, rules, files, tuple(calls))
 
 
 def _module(name: str, function: str, expression: str) -> str:
