@@ -55,7 +55,8 @@ def measure(overrides: tuple[str, ...], folder: Path, steps: int) -> dict[str, A
     from sao.learner.step import Learner
     from sao.rollout.chat import Renderer
     from sao.rollout.compaction import Compactor
-    from sao.rollout.episode import Task, run_episode
+    from sao.rollout.episode import run_episode
+    from sao.rollout.recorder import Assignment, Recorder
     from sao.trajectory import Trajectory
 
     # The same rollouts in every step, with the script's log-probs: no token may be too old or out of the band, or the
@@ -77,8 +78,9 @@ def measure(overrides: tuple[str, ...], folder: Path, steps: int) -> dict[str, A
 
     async def play() -> list[Trajectory]:
         engine = ScriptedEngine(script)
-        tasks = [Task(seed, 0, seed, "train") for seed in range(EPISODES)]
-        return [await run_episode(engine, Recall(), renderer, task, config, compactor=compactor) for task in tasks]
+        tasks = [Assignment(seed, 0, seed, "train") for seed in range(EPISODES)]
+        recorders = [Recorder(engine, renderer, config, task) for task in tasks]
+        return [await run_episode(recorder, Recall(), compactor=compactor) for recorder in recorders]
 
     trajectories = asyncio.run(play())
     learner = Learner(config)

@@ -68,7 +68,7 @@ async def calls(folder: Path) -> dict[str, Any]:
     from sao.engines.scripted import Reply, ScriptedEngine
     from sao.envs.agent import Access
     from sao.rollout.chat import Renderer
-    from sao.rollout.episode import Progress, Task
+    from sao.rollout.recorder import Assignment, Recorder
 
     model = make_folder(folder / "tiny")
     env = {"name": "agent", "args": {"command": ["true"]}, "max_turns": 3}
@@ -93,15 +93,16 @@ async def calls(folder: Path) -> dict[str, Any]:
 
         async def close(self) -> None: ...
 
-    host = AgentHost(config, ScriptedEngine(lambda *_: Reply([20, 21, 2]), record=False), Renderer(model), "g0")
+    host, renderer = AgentHost(config, "g0"), Renderer(model)
+    engine = ScriptedEngine(lambda *_: Reply([20, 21, 2]), record=False)
     await host.start(Three())
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=CLIENTS)) as http:
 
         async def client(number: int) -> int:
             segments = 0
             for index in range(CALLS // 3):
-                task = Task(number * CALLS + index, 0, 1, "train")
-                done = await host.play(Three(), task, sampling_seed=None, progress=Progress())
+                task = Assignment(number * CALLS + index, 0, 1, "train")
+                done = await host.play(Recorder(engine, renderer, config, task), Three())
                 segments += len(done.segments)
                 assert done.metadata["agent_drift"] == 0
             return segments

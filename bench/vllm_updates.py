@@ -64,7 +64,7 @@ async def measure(folder: Path, updates: int) -> dict[str, Any]:
     from engines.live_updates import TOLERANCE, Live
     from tiny_model import make_folder, make_model
 
-    from sao.engines.vllm_engine import VllmEngine
+    from sao.engines.vllm.engine import VllmEngine
 
     (folder / "published").mkdir()
     model = make_folder(folder / "model", 0, **SHAPE)
@@ -77,7 +77,7 @@ async def measure(folder: Path, updates: int) -> dict[str, Any]:
     try:
         rate, firsts = await live.steady(STEADY_S)
         took, tokens = await live.play(range(1, updates + 1), PAUSE_S)
-        facts = engine.facts
+        metadata = engine.metadata
     finally:
         await engine.close()
     print(f"{updates} updates in {took:.0f} s; checking {len(live.done)} completions", flush=True)
@@ -86,7 +86,7 @@ async def measure(folder: Path, updates: int) -> dict[str, Any]:
     stopped = ("gate", "pause", "load", "report", "cache", "resume")
     paused = [sum(u.causes.get(name, 0.0) for name in stopped) for u in live.updates]
     return {
-        "engine": facts,
+        "engine": metadata,
         "updates": updates,
         "workers": WORKERS,
         "start_s": round(start_s, 1),

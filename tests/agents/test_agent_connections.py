@@ -14,11 +14,11 @@ from sao.agents.server import AgentServer
 
 pytest.importorskip("aiohttp", reason="needs the extra `agents`")
 
-Line = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
-def with_server(use: Callable[[Callable[[], Awaitable[Line]]], Awaitable[None]]) -> None:
+def with_server(use: Callable[[Callable[[], Awaitable[Stream]]], Awaitable[None]]) -> None:
     async def main() -> None:
         server = AgentServer("model", "token")
         await server.start("127.0.0.1", 0)
@@ -40,7 +40,7 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, str]:
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_head_that_comes_byte_by_byte_has_a_deadline(monkeypatch: pytest.MonkeyPatch, before: int) -> None:
-    async def use(connect: Callable[[], Awaitable[Line]]) -> None:
+    async def use(connect: Callable[[], Awaitable[Stream]]) -> None:
         if before == 0:
             monkeypatch.setattr(agent_connections, "HEAD_S", 1.0)
         reader, writer = await connect()
@@ -69,7 +69,7 @@ def test_a_head_that_comes_byte_by_byte_has_a_deadline(monkeypatch: pytest.Monke
 def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_connections, "HEAD_S", 0.05)
 
-    async def use(connect: Callable[[], Awaitable[Line]]) -> None:
+    async def use(connect: Callable[[], Awaitable[Stream]]) -> None:
         reader, writer = await connect()
         assert await reader.read() == b""
         writer.close()
@@ -79,36 +79,36 @@ def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatc
 
 def test_one_that_is_kept_is_not_held_to_the_deadline_of_a_head() -> None:
     """Seen at the timer itself: it runs from the first byte of a head to its last, not while nothing is asked."""
-    lines: list[agent_connections._Line] = []
+    made: list[agent_connections._Connection] = []
 
-    class Noted(agent_connections._Line):
+    class Noted(agent_connections._Connection):
         def __init__(self, connections: agent_connections.Connections) -> None:
             super().__init__(connections)
-            lines.append(self)
+            made.append(self)
 
-    async def use(connect: Callable[[], Awaitable[Line]]) -> None:
+    async def use(connect: Callable[[], Awaitable[Stream]]) -> None:
         reader, writer = await connect()
         for _ in range(3):
             writer.write(GET)
             assert (await answer(reader))[0] == 401
-            assert lines[0]._timer is None
+            assert made[0]._timer is None
         writer.write(GET[:10])
-        while lines[0]._timer is None:
+        while made[0]._timer is None:
             await asyncio.sleep(0.001)
         writer.write(GET[10:])
         assert (await answer(reader))[0] == 401
-        assert lines[0]._timer is None
+        assert made[0]._timer is None
         writer.close()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agent_connections, "_Line", Noted)
+        patch.setattr(agent_connections, "_Connection", Noted)
         with_server(use)
 
 
 def test_one_connection_too_many_is_told_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_connections, "MAX_CONNECTIONS", 2)
 
-    async def use(connect: Callable[[], Awaitable[Line]]) -> None:
+    async def use(connect: Callable[[], Awaitable[Stream]]) -> None:
         kept = [await connect() for _ in range(2)]
         for reader, writer in kept:
             writer.write(GET)
@@ -139,16 +139,16 @@ def test_those_that_are_refused_are_bounded_as_well(
     monkeypatch.setattr(agent_connections, "_MAX_LINGERING", 3)
     monkeypatch.setattr(agent_connections, "_LINGER_S", 60.0)
 
-    async def use(connect: Callable[[], Awaitable[Line]]) -> None:
+    async def use(connect: Callable[[], Awaitable[Stream]]) -> None:
         kept = await connect()
-        lines = [await connect() for _ in range(12)]
+        made = [await connect() for _ in range(12)]
         told = 0
-        for reader, _ in lines:
+        for reader, _ in made:
             with suppress(ConnectionResetError, asyncio.IncompleteReadError):
                 assert await answer(reader) == (503, "1 connections are open, no more are taken")
                 told += 1
         assert told == 3
-        for _, writer in lines:
+        for _, writer in made:
             writer.close()
         while True:  # until the ends of those have been seen
             reader, writer = await connect()

@@ -18,7 +18,7 @@ from sao.engines.scripted import ScriptedEngine
 from sao.envs import registry
 from sao.envs.agent import Agent
 from sao.errors import EnvironmentFailure
-from sao.rollout.episode import Progress, Task
+from sao.rollout.recorder import Assignment
 from sao.trajectory import Trajectory
 
 aiohttp = pytest.importorskip("aiohttp", reason="needs the extra `agents`")
@@ -107,10 +107,10 @@ def test_one_program_plays_many_episodes_and_is_started_again(tiny_model: Path, 
     env = Agent([sys.executable, "-S", str(program)], start="once")
 
     async def main() -> list[Any]:
-        async with hosting(configured(tiny_model), ScriptedEngine(says(20, END)), env) as host:
+        async with hosting(configured(tiny_model), ScriptedEngine(says(20, END)), env) as playing:
 
             def play(seed: int) -> Awaitable[Trajectory]:
-                return host.play(env, Task(seed, 0, seed, "eval"), sampling_seed=1, progress=Progress())
+                return playing(Assignment(seed, 0, seed, "eval"))
 
             first = await asyncio.gather(*(play(seed) for seed in (1, 2, 4)), return_exceptions=True)
             dies = await asyncio.gather(play(3), return_exceptions=True)
@@ -136,10 +136,10 @@ def test_a_program_that_cannot_be_started_is_tried_again(tiny_model: Path, tmp_p
     env.run = run  # type: ignore[method-assign]
 
     async def main() -> Trajectory:
-        async with hosting(configured(tiny_model), ScriptedEngine(says(20, END)), env) as host, asyncio.timeout(60):
+        async with hosting(configured(tiny_model), ScriptedEngine(says(20, END)), env) as play, asyncio.timeout(60):
             with pytest.raises(EnvironmentFailure, match="agent_start: no more processes"):
-                await host.play(env, Task(2, 0, 2, "eval"), sampling_seed=1, progress=Progress())
-            return await host.play(env, Task(1, 0, 1, "eval"), sampling_seed=1, progress=Progress())
+                await play(Assignment(2, 0, 2, "eval"))
+            return await play(Assignment(1, 0, 1, "eval"))
 
     assert asyncio.run(main()).reward == 0.1
 
@@ -168,7 +168,7 @@ def test_an_agent_that_hung_up_while_it_waited_gets_no_session(tiny_model: Path,
     config = configured(tiny_model, run={"dir": str(tmp_path), "name": "r"})
 
     async def main() -> Trajectory:
-        async with hosting(config, ScriptedEngine(says(20, END)), env) as host:
+        async with hosting(config, ScriptedEngine(says(20, END)), env) as play:
             found = json.loads((tmp_path / "r" / "agents" / "g0.json").read_text())
             headers = {"Authorization": f"Bearer {found['token']}"}
 
@@ -185,7 +185,7 @@ def test_an_agent_that_hung_up_while_it_waited_gets_no_session(tiny_model: Path,
                 await asyncio.gather(*gone, return_exceptions=True)
                 waits = asyncio.create_task(post("/sessions", {"wait_s": 30}))
                 await asyncio.sleep(0.2)
-                playing = asyncio.create_task(host.play(env, TASK, sampling_seed=1, progress=Progress()))
+                playing = asyncio.create_task(play(TASK))
                 session = await asyncio.wait_for(waits, 5)
                 reward = {"Authorization": f"Bearer {session['reward_key']}"}
                 await post("/chat/completions", {"messages": [user("a")]}, Authorization=f"Bearer {session['api_key']}")

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from sao.agents import server as agent_server
-from sao.agents.calls import ApiError
+from sao.agents.calls import error_body
 from sao.agents.calls import parse as read
 from sao.agents.host import AgentHost
-from sao.agents.session import AgentSession
+from sao.agents.session import AgentSession, ApiError
 from sao.config import Config, parse
 from sao.engines.base import Request
 from sao.engines.scripted import Reply, ScriptedEngine
@@ -28,13 +28,13 @@ from sao.envs import registry
 from sao.envs.agent import Access
 from sao.errors import ConfigError, EngineError, EnvironmentFailure
 from sao.rollout.chat import Renderer
-from sao.rollout.episode import Progress, Task
+from sao.rollout.recorder import Assignment, Recorder
 from sao.trajectory import Trajectory, decode, encode
 
 aiohttp = pytest.importorskip("aiohttp", reason="needs the extra `agents`")
 
 END = 2
-TASK = Task(ordinal=5, attempt=1, seed=77, split="train")
+TASK = Assignment(ordinal=5, attempt=1, seed=77, split="train")
 Post = Callable[..., Awaitable[tuple[int, Any]]]
 
 
@@ -92,11 +92,12 @@ async def ask(post: Post, *messages: dict[str, str], **more: Any) -> str:
 
 
 @asynccontextmanager
-async def hosting(config: Config, engine: ScriptedEngine, env: Any) -> AsyncIterator[AgentHost]:
-    host = AgentHost(config, engine, Renderer(config.model.path), "g0")
+async def hosting(config: Config, engine: ScriptedEngine, env: Any) -> AsyncIterator[Callable[[Assignment], Any]]:
+    """Plays an assignment through the agents of a host."""
+    host, renderer = AgentHost(config, "g0"), Renderer(config.model.path)
     await host.start(env)
     try:
-        yield host
+        yield lambda task: host.play(Recorder(engine, renderer, config, task, 3), env)
     finally:
         await host.close()
 
@@ -105,8 +106,8 @@ def played(path: Path, agent: Any, engine: ScriptedEngine | None = None, **secti
     engine = engine or ScriptedEngine(says(20, 21, END))
 
     async def main() -> Trajectory:
-        async with hosting(configured(path, **sections), engine, agent) as host:
-            return await host.play(agent, TASK, sampling_seed=3, progress=Progress())
+        async with hosting(configured(path, **sections), engine, agent) as play:
+            return await play(TASK)
 
     trajectory = asyncio.run(main())
     assert engine.calls[-1] == ("release", "train/5/1")
@@ -233,7 +234,7 @@ def test_what_would_change_the_sampling_is_refused(change: dict[str, Any], messa
     assert read(body, 0.7).messages[0].content == "a"
     with pytest.raises(ApiError, match=message) as caught:
         read(body | change, 0.7)
-    error = caught.value.body()["error"]
+    error = error_body(caught.value)["error"]
     assert caught.value.status == 400 and error["type"] == "invalid_request_error" and error["message"]
 
 
@@ -321,7 +322,8 @@ def test_nothing_is_sampled_when_the_episode_ends_while_a_conversation_is_encode
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, engine = configured(tiny_model), ScriptedEngine(says(20, 21, END))
-    session = AgentSession(engine, Renderer(tiny_model), TASK, config, 3, Progress(), (0.0, 1.0))
+    recorder = Recorder(engine, Renderer(tiny_model), config, TASK, 3)
+    session = AgentSession(recorder, (0.0, 1.0))
     encode = Renderer.conversation
 
     def ends(self: Renderer, messages: Any) -> Any:
@@ -330,8 +332,8 @@ def test_nothing_is_sampled_when_the_episode_ends_while_a_conversation_is_encode
 
     monkeypatch.setattr(Renderer, "conversation", ends)
     with pytest.raises(ApiError, match="the session is over"):
-        asyncio.run(session.complete(read({"messages": [user("a")]}, session.temperature)))
-    assert not engine.requests and not session.segments()
+        asyncio.run(session.complete(read({"messages": [user("a")]}, recorder.temperature).messages))
+    assert not engine.requests and not recorder.segments()
 
 
 def test_limits_end_an_episode_as_truncated(tiny_model: Path) -> None:

@@ -41,6 +41,7 @@ def test_defaults_are_the_values_of_the_papers(tmp_path):
         ("[learner]\npolicy-lr = 1e-6", "learner.policy-lr: unknown key; did you mean policy_lr?"),
         ("[learner]\nmax_lag = 2", "learner.max_lag: unknown key; it belongs to [staleness]"),
         ("[run]\nlearnr = 2", "run.learnr: unknown key"),
+        ("[generator]\nengines = 4", "generator.engines: unknown key; it is replaced by generator.count"),
         ("[run]\nmax_lagg = 2", "run.max_lagg: unknown key; did you mean max_lag of [staleness]?"),
         ("[learnr]\nranks = 1", "learnr: unknown section; did you mean learner?"),
         ("[run]\nsteps = 0", "run.steps: must be greater than or equal to 1 (got 0); optimizer steps"),

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from sao.engines.base import Completion, Request, check_completion
+from sao.engines.base import Completion, Request
+from sao.rollout.recorder import check_completion
 
 
 def full_forward(model: torch.nn.Module, asked: Request, completion: Completion) -> np.ndarray:

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from engines.full_forward import full_forward
 
-from sao.engines.base import Completion, Request, check_completion
+from sao.engines.base import Completion, Request
+from sao.rollout.recorder import check_completion
 from sao.transport.weights import WeightsRef, fingerprint, publish
 
 TOLERANCE = 1e-4  # nats; between one forward pass of `transformers` and the engine's steps, both float32

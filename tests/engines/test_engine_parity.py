@@ -17,7 +17,7 @@ from tiny_model import make_folder, make_model
 
 from sao.engines.base import Completion, Engine, Request
 from sao.engines.torch_engine import TorchEngine
-from sao.engines.vllm_engine import VllmEngine
+from sao.engines.vllm.engine import VllmEngine
 from sao.errors import ClosedError
 from sao.learner.batch import flatten, micro_batches, plan_rows
 from sao.learner.model import Policy, load_policy

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from sao.engines.sampling import derive_seed, sample, uniforms
+from sao.engines.sampling import sample, uniforms
+from sao.engines.seeds import derive_seed
 
 ONE = np.ones(1, np.float32)
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from tiny_model import make_folder, make_model
 
-from sao.engines.base import Completion, Request, check_completion
+from sao.engines.base import Completion, Request
 from sao.engines.torch_engine import TorchEngine, load_model
 from sao.errors import ClosedError, EngineError, WeightsError
+from sao.rollout.recorder import check_completion
 from sao.transport.weights import WeightsRef, publish
 
 TOLERANCE = 1e-4
@@ -355,6 +356,7 @@ def test_requests_that_make_no_sense_are_refused_and_hurt_nobody(tiny_model: Pat
     async def main() -> None:
         engine = await started(tiny_model)
         fine = asyncio.ensure_future(engine.generate(request("fine", np.array([3]), 40)))
+        await asyncio.sleep(0)  # it is in flight
         for wrong in (
             request("s", np.array([48])),
             request("s", np.array([-1])),

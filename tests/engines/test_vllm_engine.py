@@ -24,8 +24,8 @@ from engines.full_forward import full_forward, largest_difference
 from tiny_model import make_folder, make_model
 
 from sao.engines.base import Completion, Request
-from sao.engines.vllm_engine import VllmEngine
-from sao.engines.vllm_process import FOLDER_PREFIX
+from sao.engines.vllm.engine import VllmEngine
+from sao.engines.vllm.process import FOLDER_PREFIX
 from sao.errors import ClosedError, EngineError, WeightsError
 from sao.transport.weights import WeightsRef, fingerprint, publish
 
@@ -396,7 +396,7 @@ def test_close_leaves_nothing(served: Served) -> None:
 
 PROGRAM = """
 import asyncio, sys
-from sao.engines.vllm_engine import VllmEngine
+from sao.engines.vllm.engine import VllmEngine
 
 async def main():
     engine = VllmEngine(sys.argv[1], context_tokens=64, vllm_args={"kv_cache_memory_bytes": 1 << 26})

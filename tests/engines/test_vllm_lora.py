@@ -12,7 +12,7 @@ from engines.live_updates import Live
 from safetensors.torch import save_file
 from tiny_model import make_folder, make_model
 
-from sao.engines.vllm_engine import VllmEngine
+from sao.engines.vllm.engine import VllmEngine
 from sao.errors import EngineError, WeightsError
 from sao.transport.weights import WeightsRef, fingerprint
 

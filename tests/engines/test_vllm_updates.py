@@ -1,4 +1,4 @@
-"""Updates of the real vLLM under load: the short form of `bench/vllm_updates.py`, versions from arrival, and its death.
+"""Updates of the real vLLM under load, the short form of `bench/vllm_updates.py`, and its death.
 
 One engine serves the module, in order: the last test kills its process.
 """
@@ -19,10 +19,8 @@ import torch
 from engines.live_updates import Live
 from tiny_model import make_folder, make_model
 
-from sao.engines.group import EngineGroup
-from sao.engines.scripted import ScriptedEngine
-from sao.engines.vllm_engine import VllmEngine
-from sao.errors import ClosedError, EngineError
+from sao.engines.vllm.engine import VllmEngine
+from sao.errors import EngineError
 
 pytest.importorskip("vllm", reason="needs the extra `vllm`")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(170)]
@@ -52,16 +50,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     served.runner.close()
 
 
-@pytest.mark.parametrize("labelled", [True, False])
-def test_every_token_is_of_the_version_that_it_names(served: Served, monkeypatch: pytest.MonkeyPatch, labelled: bool):
-    monkeypatch.setattr(served.engine, "_labelled", labelled and served.engine._labelled)
+def test_every_token_is_of_the_version_that_it_names(served: Served) -> None:
     first = served.engine.version + 1
     live = served.live(seed=first)
     served.runner.run(live.play(range(first, first + 8), 0.05))
     checked = live.check()
     assert checked["versions"] >= 8 and checked["requests_over_several_versions"] >= 6, checked
     assert checked["of_these_told_apart"] >= 0.98 * checked["tokens_beside_a_boundary"] > 0, checked
-    assert served.engine.facts["version_source"] == ("arrival" if not served.engine._labelled else "engine")
+    assert served.engine.metadata["version_source"] == "engine"
     causes = served.engine.update_s
     assert {"start", "read", "gate", "pause", "load", "report", "cache", "resume", "whole"} <= causes.keys()
     assert sum(causes[name] for name in causes if name != "whole") <= causes["whole"] * 1.01
@@ -73,7 +69,7 @@ def test_with_kept_keys_requests_go_on_and_new_ones_see_no_old_key(served: Serve
     first = served.engine.version + 1
     live = served.live(seed=99)
     served.runner.run(live.play(range(first, first + 4), 0.1))
-    assert served.engine.facts["kv_after_update"] == "keep"
+    assert served.engine.metadata["kv_after_update"] == "keep"
     assert {completion.stop_reason for _, completion in live.done} == {"length"}  # none was aborted
     checked = live.check(first_spans=True)
     assert checked["requests_over_several_versions"] >= 3, checked
@@ -100,26 +96,19 @@ def test_load_is_reported_while_there_is_any(served: Served) -> None:
     assert (after.running, after.waiting, after.kv_use) == (0, 0, 0.0)
 
 
-def test_of_two_engines_the_one_whose_process_is_killed_is_left(served: Served) -> None:
-    other = ScriptedEngine(version=served.engine.version, fingerprint=served.engine.fingerprint)
-
+def test_a_process_that_is_killed_fails_the_requests_in_flight_and_all_further_ones(served: Served) -> None:
     async def killed() -> None:
-        group = EngineGroup([served.engine, other])
         live = served.live()
-        first, second = live.request(200), live.request(100)
-        flight = asyncio.ensure_future(group.generate(first))
+        flight = asyncio.ensure_future(served.engine.generate(live.request(200)))
         await asyncio.sleep(0.1)
-        await group.generate(second)
-        assert len(other.requests) == 1 and group.broken is None
         for process in psutil.Process(os.getpid()).children(recursive=True):
             if "resource_tracker" not in " ".join(process.cmdline()):
                 os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match="vLLM"):
             await flight
-        assert served.engine.broken is not None and group.broken is None
-        with pytest.raises(ClosedError):  # the group has closed it
+        with pytest.raises(EngineError, match="its process has died"):
+            await served.engine.generate(live.request(4))
+        with pytest.raises(EngineError, match="its process has died"):
             await served.engine.update_weights(live.publish(served.engine.version + 1))
-        await group.generate(live.request(4))  # the other one goes on
-        assert len(other.requests) == 2
 
     served.runner.run(killed())

@@ -18,9 +18,10 @@ from sao.engines.torch_engine import TorchEngine
 from sao.envs import sandbox
 from sao.envs.workspace import Workspace
 from sao.envs.workspace_tasks import RepositoryTask, draw
-from sao.rollout import episode
 from sao.rollout.chat import Renderer
 from sao.rollout.compaction import Compactor
+from sao.rollout.episode import run_episode
+from sao.rollout.recorder import Assignment, Recorder
 from sao.trajectory import Trajectory
 
 pytestmark = pytest.mark.skipif(
@@ -73,13 +74,11 @@ def play(engine: Engine, config: Config) -> Trajectory:
     async def whole() -> Trajectory:
         renderer = Renderer(config.model.path)
         environment = Workspace(modules=MODULES, output_chars=700, wall_s=15.0, allow_unprotected=True)
-        task = episode.Task(ordinal=0, attempt=0, seed=SEED, split="train")
+        task = Assignment(ordinal=0, attempt=0, seed=SEED, split="train")
         await engine.start(None)
         try:
             shared = Compactor(config, renderer)
-            return await episode.run_episode(
-                engine, environment, renderer, task, config, sampling_seed=1, compactor=shared
-            )
+            return await run_episode(Recorder(engine, renderer, config, task, 1), environment, compactor=shared)
         finally:
             await engine.close()
 

@@ -18,7 +18,8 @@ from sao.envs.protocol import Message
 from sao.envs.recall import VALUES, WORDS, Recall, draw
 from sao.rollout.chat import Renderer
 from sao.rollout.compaction import Compactor
-from sao.rollout.episode import Task, run_episode
+from sao.rollout.episode import run_episode
+from sao.rollout.recorder import Assignment, Recorder
 from sao.trajectory import Trajectory
 
 ROOT = Path(__file__).parents[2]
@@ -77,10 +78,11 @@ def play(config: Config, summaries: list[list[str]] | None = None, seed: int = 3
         return Reply(ids, stop_reason="length")
 
     engine = ScriptedEngine(script, vocab_size=len(words))
-    episode = Task(ordinal=0, attempt=0, seed=seed, split="train")
+    episode = Assignment(ordinal=0, attempt=0, seed=seed, split="train")
     environment = Recall(**config.env.args)
     compactor = Compactor(config, renderer)
-    return asyncio.run(run_episode(engine, environment, renderer, episode, config, compactor=compactor)), renderer
+    recorder = Recorder(engine, renderer, config, episode)
+    return asyncio.run(run_episode(recorder, environment, compactor=compactor)), renderer
 
 
 def test_words_are_tokens(program: ModuleType) -> None:

@@ -22,7 +22,7 @@ from sao.engines.base import Request
 from sao.engines.scripted import Reply, ScriptedEngine
 from sao.envs import registry
 from sao.rollout.chat import Renderer
-from sao.rollout.episode import Progress, Task
+from sao.rollout.recorder import Assignment, Recorder
 from sao.trajectory import Trajectory
 
 ROOT = Path(__file__).parents[2]
@@ -112,10 +112,10 @@ def test_mini_swe_agent_is_trained_unchanged(tmp_path: Path) -> None:
     engine = ScriptedEngine(script)
 
     async def play() -> Trajectory:
-        host = AgentHost(config, engine, renderer, "g0")
+        host = AgentHost(config, "g0")
         await host.start(env)
         try:
-            return await host.play(env, Task(0, 0, 11, "train"), sampling_seed=1, progress=Progress())
+            return await host.play(Recorder(engine, renderer, config, Assignment(0, 0, 11, "train"), 1), env)
         finally:
             await host.close()
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from generator.test_worker import broker, configured, engine_that, running
 
-from sao.generator import worker
+from sao.generator import player
 
 __all__ = ["broker"]  # a fixture
 EXPERTS = np.arange(24, dtype=np.uint8).reshape(3, 8)
@@ -17,12 +17,12 @@ EXPERTS = np.arange(24, dtype=np.uint8).reshape(3, 8)
 @pytest.fixture
 def attached(monkeypatch):
     """Every episode's trajectory gets a sidecar."""
-    real = worker.run_episode
+    real = player.run_episode
 
     async def run_episode(*arguments, **more):
         return replace(await real(*arguments, **more), sidecars={"experts": EXPERTS})
 
-    monkeypatch.setattr(worker, "run_episode", run_episode)
+    monkeypatch.setattr(player, "run_episode", run_episode)
 
 
 def test_sidecars_leave_with_their_trajectory(tiny_model, broker, attached):

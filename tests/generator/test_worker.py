@@ -26,6 +26,7 @@ from sao.engines.scripted import Reply, ScriptedEngine
 from sao.engines.torch_engine import load_model
 from sao.envs.protocol import Message, StepResult
 from sao.errors import ConfigError, EngineError, EnvironmentFailure, TransportError, WeightsError
+from sao.generator.player import Player
 from sao.generator.worker import Generator
 from sao.rollout.chat import Renderer
 from sao.trajectory import Trajectory, decode
@@ -172,7 +173,7 @@ def running(
     begun = threading.Event()
 
     async def main() -> None:
-        made.append(Generator(config, engine, renderer, connect, 5, summariser))
+        made.append(Generator(Player(config, engine, renderer, 5, summariser), connect))
         begun.set()
         await made[0].run()
 

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(170)]
 
 
 def test_vllm_serves_a_checkpoint(tmp_path):
-    from sao.engines.vllm_engine import VllmEngine
+    from sao.engines.vllm.engine import VllmEngine
 
     (tmp_path / "model").mkdir()
     make_folder(tmp_path / "model", head_dim=32)  # vLLM's attention on a CPU has no smaller heads

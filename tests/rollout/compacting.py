@@ -16,7 +16,8 @@ from sao.engines.scripted import Reply, ScriptedEngine
 from sao.envs.protocol import Message, StepResult
 from sao.rollout.chat import Renderer
 from sao.rollout.compaction import Compactor
-from sao.rollout.episode import Progress, Task, run_episode
+from sao.rollout.episode import run_episode
+from sao.rollout.recorder import Assignment, Recorder
 from sao.rollout.turns import unpack
 from sao.trajectory import Trajectory, decode, encode
 
@@ -28,7 +29,7 @@ FIRST_TOKENS, GLUE = 19, 9  # of the first messages; of an observation without a
 REQUEST_TOKENS = 8  # that the request adds to a window
 RESUMED_TOKENS = 20  # of a rebuilt window without the summary's words and without steps
 OPENING = (SYSTEM, TASK_PROMPT)
-TASK = Task(ordinal=3, attempt=0, seed=7, split="train")
+TASK = Assignment(ordinal=3, attempt=0, seed=7, split="train")
 
 
 @dataclass
@@ -114,15 +115,15 @@ def compacted(
 ) -> Trajectory:
     """Plays an episode and checks all that must hold of any episode."""
     engine, renderer = engine or ScriptedEngine(speaker), Renderer(config.model.path)
-    progress, kept = Progress(), list[tuple[int, int]]()
+    kept = list[tuple[int, int]]()
 
     def send(part: int, n_tokens: int, version: int, header: bytes, payload: bytes) -> None:
         kept.append((n_tokens, unpack(header, payload).n_tokens))
 
-    more: dict[str, Any] = {"progress": progress, "compactor": Compactor(config, renderer, summariser), "send": send}
-    trajectory = asyncio.run(run_episode(engine, env, renderer, TASK, config, sampling_seed=1, **more))
+    recorder = Recorder(engine, renderer, config, TASK, 1, send)
+    trajectory = asyncio.run(run_episode(recorder, env, compactor=Compactor(config, renderer, summariser)))
     check(trajectory, speaker, config, merged=config.compaction.merge_summary)
-    assert progress.sampled_tokens == trajectory.n_actions
+    assert recorder.sampled_tokens == trajectory.n_actions
     assert all(told == read for told, read in kept) and sum(told for told, _ in kept) < trajectory.n_actions
     assert len({request.id for request in engine.requests}) == len(engine.requests)
     return trajectory

@@ -168,7 +168,7 @@ def test_weights_may_change_between_turns_and_summaries(tiny_model: Path, tmp_pa
     engine = ScriptedEngine(lambda request, number: speaker(request, bump(number)))
 
     def bump(number: int) -> int:
-        engine.version = number
+        engine.version, engine._fingerprints[number] = number, "0" * 32
         return number
 
     trajectory = compacted(configured(tiny_model, tmp_path), Talk([3, 3, 3]), speaker, engine=engine)
@@ -390,7 +390,7 @@ def test_reasoning_that_the_template_opened_is_not_visible() -> None:
 def test_a_summariser_with_other_tokens_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     from tiny_model import LETTERS, make_folder
 
-    from sao.generator.build import make_summariser
+    from sao.generator.player import make_summariser
 
     other = make_folder(tmp_path / "other")
     vocabulary = (other / "tokenizer.json").read_text()

@@ -18,7 +18,8 @@ from sao.engines.torch_engine import TorchEngine, load_model
 from sao.learner.step import Learner
 from sao.rollout.chat import Renderer
 from sao.rollout.compaction import Compactor
-from sao.rollout.episode import Task, run_episode
+from sao.rollout.episode import run_episode
+from sao.rollout.recorder import Assignment, Recorder
 from sao.trajectory import Trajectory
 
 TOLERANCE = 1e-4
@@ -47,7 +48,7 @@ async def played(engine: Engine, config: Config) -> list[Trajectory]:
             await asyncio.gather(
                 *(
                     run_episode(
-                        engine, talk, renderer, Task(i, 0, i, "train"), config, sampling_seed=5, compactor=compactor
+                        Recorder(engine, renderer, config, Assignment(i, 0, i, "train"), 5), talk, compactor=compactor
                     )
                     for i, talk in enumerate(talks)
                 )
@@ -88,7 +89,7 @@ def test_segments_of_the_torch_engine(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(170)
 def test_segments_of_vllm_with_its_prefix_cache(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="needs the extra `vllm`")
-    from sao.engines.vllm_engine import VllmEngine
+    from sao.engines.vllm.engine import VllmEngine
 
     config = learning(setting(folder, tmp_path))
     arguments = {"kv_cache_memory_bytes": 64 << 20, "enable_prefix_caching": True}

@@ -19,15 +19,16 @@ from sao.engines.base import Request
 from sao.engines.scripted import Reply, ScriptedEngine
 from sao.envs.protocol import Message, StepResult
 from sao.errors import EngineError, EnvironmentFailure
-from sao.generator.blocking import DaemonExecutor
+from sao.generator.__main__ import DaemonExecutor
 from sao.rollout.chat import Renderer
-from sao.rollout.episode import Progress, Task, run_episode
+from sao.rollout.episode import run_episode
+from sao.rollout.recorder import Assignment, Recorder
 from sao.rollout.window import Window
 from sao.trajectory import Trajectory, decode, encode
 
 END = 2
 FIRST = (Message("user", "a b"),)
-TASK = Task(ordinal=5, attempt=1, seed=77, split="train")
+TASK = Assignment(ordinal=5, attempt=1, seed=77, split="train")
 
 
 class Play:
@@ -87,16 +88,19 @@ def play(
     path: Path,
     env: Play,
     engine: ScriptedEngine | None = None,
-    task: Task = TASK,
-    progress: Progress | None = None,
+    task: Assignment = TASK,
+    made: list[Recorder] | None = None,
     sections: dict[str, dict[str, Any]] | None = None,
 ) -> Trajectory:
+    """Plays an episode; its recorder is the last of `made`."""
     engine = engine or ScriptedEngine(says(20, 21, END))
+    recorder = Recorder(engine, Renderer(path), configured(path, **(sections or {})), task, 3)
+    if made is not None:
+        made.append(recorder)
 
     async def main() -> Trajectory:
         asyncio.get_running_loop().set_default_executor(DaemonExecutor())
-        config, renderer = configured(path, **(sections or {})), Renderer(path)
-        return await run_episode(engine, env, renderer, task, config, sampling_seed=3, progress=progress)
+        return await run_episode(recorder, env)
 
     try:
         return asyncio.run(main())
@@ -127,7 +131,7 @@ def test_a_finished_episode_is_recorded_token_by_token(tiny_model: Path) -> None
     assert trajectory.temperature == 0.7 and trajectory.fingerprints == {3: engine.fingerprint}
     assert (trajectory.task_ordinal, trajectory.attempt, trajectory.env) == (5, 1, "play")
     facts = {"seed": 77, "split": "train", "turns": 3, "stop_reasons": "stop,stop,stop"}
-    assert trajectory.metadata == facts | engine.facts
+    assert trajectory.metadata == facts | engine.metadata
     assert set(trajectory.timings_s) == {"reset", "generate", "step"}
     assert (
         env.reset_with == [(77, "train")] and env.heard == ["b c d".replace("b c d", renderer.decode([20, 21, 22]))] * 3
@@ -236,13 +240,13 @@ FAILURES = {
 @pytest.mark.parametrize("case", FAILURES)
 def test_failures_have_a_reason_and_no_reward(tiny_model: Path, case: str) -> None:
     env, reason = FAILURES[case]
-    progress = Progress()
+    made: list[Recorder] = []
     began = time.monotonic()
     with pytest.raises(EnvironmentFailure) as caught:
-        play(tiny_model, env, progress=progress, sections=HANGS if "hangs" in case else None)
+        play(tiny_model, env, made=made, sections=HANGS if "hangs" in case else None)
     assert caught.value.reason == reason
     assert time.monotonic() - began < 60
-    assert progress.sampled_tokens == 3 * len(env.heard)
+    assert made[0].sampled_tokens == 3 * len(env.heard)
 
 
 class Blunt(Play):
@@ -305,14 +309,14 @@ def test_two_weights_under_one_version_are_noticed(tiny_model: Path) -> None:
 def test_evaluation_has_its_own_temperature(tiny_model: Path) -> None:
     for split, temperature in (("eval", 0.0), ("train", 0.7)):
         engine = ScriptedEngine(says(20, END))
-        trajectory = play(tiny_model, Play(done(1.0)), engine, task=Task(5, 1, 77, split))  # type: ignore[arg-type]
+        trajectory = play(tiny_model, Play(done(1.0)), engine, task=Assignment(5, 1, 77, split))  # type: ignore[arg-type]
         assert engine.requests[0].temperature == trajectory.temperature == temperature
 
 
 def test_attempts_draw_differently_and_the_same_attempt_alike(tiny_model: Path) -> None:
     def seeds(attempt: int) -> list[int | None]:
         engine = ScriptedEngine(says(20, END))
-        play(tiny_model, Play(turn("c"), done(1.0)), engine, task=Task(5, attempt, 77, "train"))
+        play(tiny_model, Play(turn("c"), done(1.0)), engine, task=Assignment(5, attempt, 77, "train"))
         return [request.seed for request in engine.requests]
 
     assert seeds(1) == seeds(1) and not set(seeds(1)) & set(seeds(2))
@@ -341,7 +345,10 @@ def test_a_tool_that_blocks_in_a_thread_or_ignores_its_cancellation_holds_up_nob
         envs = [*[Play(stuck) for _ in range(40)], *[Play(stubborn) for _ in range(4)], Play(done(1.0))]
         began = time.monotonic()
         results = await asyncio.gather(
-            *(run_episode(engine, env, renderer, Task(n, 0, n, "train"), config) for n, env in enumerate(envs)),
+            *(
+                run_episode(Recorder(engine, renderer, config, Assignment(n, 0, n, "train")), env)
+                for n, env in enumerate(envs)
+            ),
             return_exceptions=True,
         )
         assert time.monotonic() - began < 15  # half of what the tool blocks
@@ -363,7 +370,7 @@ def test_cancelling_an_episode_closes_the_environment_once(tiny_model: Path) -> 
             (Play(first=forever), ScriptedEngine(says(20, END))),
             (Play(), ScriptedEngine(says(20, END, delay_s=60))),
         ):
-            episode = asyncio.ensure_future(run_episode(engine, env, renderer, TASK, config))
+            episode = asyncio.ensure_future(run_episode(Recorder(engine, renderer, config, TASK), env))
             await asyncio.sleep(0.02)
             episode.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -376,7 +383,8 @@ def test_cancelling_an_episode_closes_the_environment_once(tiny_model: Path) -> 
 def test_a_rebuilt_window_opens_a_new_segment_and_keeps_both(tiny_model: Path) -> None:
     """What a compaction does: the policy goes on from other messages, both stretches stay as they were sampled."""
     renderer = Renderer(tiny_model)
-    window = Window(renderer, 64)
+    recorder = Recorder(ScriptedEngine(), renderer, configured(tiny_model), TASK)
+    window = Window(recorder)
 
     async def turn_of(ids: list[int]) -> None:
         request = Request("r", "s", window.ids, 8, 1.0, (END,))
@@ -385,11 +393,11 @@ def test_a_rebuilt_window_opens_a_new_segment_and_keeps_both(tiny_model: Path) -
     assert window.open([Message("user", "a")])
     asyncio.run(turn_of([20, END]))
     assert not window.rebuild([Message("user", "a " * 100)]) and window.segment_index == 0
-    assert window.rebuild([Message("user", "d")], "summary") and window.segment_index == 1
+    assert window.rebuild([Message("user", "d")]) and window.segment_index == 1
     assert window.ids.tolist() == renderer.initial([Message("user", "d")]).tolist()
     asyncio.run(turn_of([21, 22, END]))
-    first, second = window.segments()
-    assert (first.kind, first.n_actions, second.kind, second.n_actions) == ("execution", 2, "summary", 3)
+    first, second = recorder.segments()
+    assert (first.kind, first.n_actions, second.kind, second.n_actions) == ("execution", 2, "execution", 3)
     assert window.room_tokens == 64 - second.n_tokens
 
 
@@ -426,7 +434,7 @@ def test_calls_of_environments_wait_for_their_turn_and_not_on_their_deadline(tin
         engine, calls = ScriptedEngine(says(20, 21, END)), asyncio.Semaphore(2)
         return await asyncio.gather(
             *(
-                run_episode(engine, Counting(), renderer, Task(n, 0, n, "train"), config, calls=calls)
+                run_episode(Recorder(engine, renderer, config, Assignment(n, 0, n, "train")), Counting(), calls=calls)
                 for n in range(12)  # six rounds of 0.4 s: the last ones wait longer than their own deadline
             )
         )

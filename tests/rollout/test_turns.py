@@ -11,7 +11,8 @@ from sao.engines.base import Completion
 from sao.engines.scripted import Reply, ScriptedEngine
 from sao.envs.protocol import Message, StepResult
 from sao.errors import WireError
-from sao.rollout.episode import Progress, Task, run_episode
+from sao.rollout.episode import run_episode
+from sao.rollout.recorder import Assignment, Recorder
 from sao.rollout.scripted_chat import ScriptedRenderer
 from sao.rollout.turns import DivergedError, Turn, pack, unpack
 
@@ -51,28 +52,26 @@ def config():
     return parse({"model": {"path": "m"}, "env": {"name": "x", "max_turns": 9}, "sampling": limits})
 
 
-def play(config, renderer, turns=(), version=3, env=None, send=None, progress=None):
+def play(config, renderer, turns=(), version=3, env=None, send=None):
     def script(request, number):
         ids = [2 + (version * 7 + number * 5 + i) % 40 for i in range(3)]
         return Reply([*ids, 0], [-0.1 * version] * 4)
 
     engine = ScriptedEngine(script, version=version, fingerprint=f"{version:032x}")
     env = env or Counting()
-    task = Task(7, 1, 5, "train", tuple(turns))
-    return asyncio.run(run_episode(engine, env, renderer, task, config, send=send, progress=progress)), engine, env
+    recorder = Recorder(engine, renderer, config, Assignment(7, 1, 5, "train", tuple(turns)), send=send)
+    return asyncio.run(run_episode(recorder, env)), recorder, env
 
 
 def test_an_episode_goes_on_after_the_turns_of_another_with_their_tokens_logprobs_and_versions(config, renderer):
     sent = []
-    whole, first, env = play(config, renderer, send=lambda *turn: sent.append(turn))
-    assert [turn[0] for turn in sent] == [0, 1, 2, 3] and len(first.requests) == 5  # not the last turn
+    whole, recorder, env = play(config, renderer, send=lambda *turn: sent.append(turn))
+    assert [turn[0] for turn in sent] == [0, 1, 2, 3] and len(recorder.engine.requests) == 5  # not the last turn
     assert [turn[1:3] for turn in sent] == [(4, 3)] * 4
     for count in range(1, 5):
-        turns, progress, more = [unpack(*turn[3:]) for turn in sent[:count]], Progress(), []
-        again, engine, replayed = play(
-            config, renderer, turns, 5, send=lambda *t, m=more: m.append(t), progress=progress
-        )
-        assert len(engine.requests) == 5 - count and replayed.heard[:count] == env.heard[:count]
+        turns, more = [unpack(*turn[3:]) for turn in sent[:count]], []
+        again, recorder, replayed = play(config, renderer, turns, 5, send=lambda *t, m=more: m.append(t))
+        assert len(recorder.engine.requests) == 5 - count and replayed.heard[:count] == env.heard[:count]
         assert [turn[0] for turn in more] == list(range(count, 4))
         (old,), (new,) = whole.segments, again.segments
         cut = int(np.flatnonzero(new.action_mask)[4 * count - 1]) + 1
@@ -80,7 +79,7 @@ def test_an_episode_goes_on_after_the_turns_of_another_with_their_tokens_logprob
         assert np.array_equal(old.logprobs[:cut], new.logprobs[:cut], equal_nan=True)
         versions = {int(row[2]) for row in new.version_spans}
         assert versions == {3, 5} and set(again.fingerprints) == {3, 5}
-        assert new.n_actions == progress.sampled_tokens == 20 and progress.turns == 5
+        assert new.n_actions == recorder.sampled_tokens == 20 and recorder.turns == 5
         assert [reward for _, _, reward in again.turn_rewards] == [0.25]
 
 
@@ -102,9 +101,8 @@ def test_a_turn_survives_packing_and_rubbish_is_refused():
     assert np.array_equal(found.token_ids, completion.token_ids) and np.array_equal(found.version_spans, spans)
     assert found.fingerprints == {2: "a", 4: "b"} and (turn.n_tokens, turn.max_version) == (3, 4)
     header, payload = pack(turn)
-    first, said, facts, _ = msgpack.unpackb(header)
-    assert unpack(msgpack.packb([first, said, facts]), payload).n_tokens == 3  # as an earlier build wrote it
-    odd = [(msgpack.packb([first, said, facts, *more]), payload) for more in ((0, 0), ("0",), (None,))]
+    first, observed, shapes, _ = msgpack.unpackb(header)
+    odd = [(msgpack.packb([first, observed, shapes, *more]), payload) for more in ((), (0, 0), ("0",), (None,))]
     for bad in ((header[:-1], payload), (header, payload[:-8]), (b"", b""), (b"\xc1", payload), *odd):
         with pytest.raises(WireError, match="turn: not a valid record"):
             unpack(*bad)

@@ -74,7 +74,7 @@ def test_only_folders_of_dead_owners_are_stale(tmp_path):
 
 KILLED_ENGINE = """
 import asyncio, os, signal
-from sao.engines import vllm_engine
+from sao.engines.vllm import engine as vllm_engine
 vllm_engine.import_vllm = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(vllm_engine.VllmEngine(os.environ["MODEL"], context_tokens=64).start())
 """

@@ -1,4 +1,4 @@
-"""The OpenAI chat API, as far as it is served: requests read strictly, answers and errors in its form.
+"""The dialect of the OpenAI chat API, as far as it is served: requests read strictly, answers and errors in its form.
 
 A field that would change what is sampled is refused unless it has the value that holds anyway; nothing is silently
 ignored but what has no influence on the answer (`IGNORED`).
@@ -6,11 +6,13 @@ ignored but what has no influence on the answer (`IGNORED`).
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from sao.agents.session import ApiError, Turn
 from sao.envs.protocol import Message, is_unicode
 
 IGNORED = frozenset(
@@ -39,21 +41,6 @@ _WHY = {
 }
 
 
-class ApiError(Exception):
-    """An answer that is an error, in OpenAI's form."""
-
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-
-    def body(self) -> dict[str, Any]:
-        """The JSON body."""
-        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
-            self.status, "invalid_request_error" if self.status < 500 else "server_error"
-        )
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """A chat completion that was asked for. max_tokens: None: the run's own limit."""
@@ -62,26 +49,6 @@ class Call:
     max_tokens: int | None
     stream: bool
     include_usage: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What was sampled for a call. finish_reason: stop or length."""
-
-    id: str
-    text: str
-    finish_reason: str
-    prompt_tokens: int
-    completion_tokens: int
-
-    def usage(self) -> dict[str, int]:
-        """Token counts in OpenAI's form."""
-        total = self.prompt_tokens + self.completion_tokens
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": total,
-        }
 
 
 def parse(body: Any, temperature: float) -> Call:
@@ -123,21 +90,38 @@ def completion(turn: Turn, model: str) -> dict[str, Any]:
     """The JSON body of a `chat.completion`."""
     message = {"role": "assistant", "content": turn.text, "refusal": None}
     choice = {"index": 0, "message": message, "finish_reason": turn.finish_reason, "logprobs": None}
-    return {**_head(turn.id, "chat.completion", model), "choices": [choice], "usage": turn.usage()}
+    return {**_head("chat.completion", model), "choices": [choice], "usage": _usage(turn)}
 
 
 def chunks(turn: Turn, model: str, include_usage: bool) -> Iterator[dict[str, Any]]:
     """The JSON bodies of a stream: the turn in one piece, then why it ended, then its usage."""
-    head = _head(turn.id, "chat.completion.chunk", model)
+    head = _head("chat.completion.chunk", model)
     delta = {"role": "assistant", "content": turn.text}
     yield {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}]}
     yield {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": turn.finish_reason, "logprobs": None}]}
     if include_usage:
-        yield {**head, "choices": [], "usage": turn.usage()}
+        yield {**head, "choices": [], "usage": _usage(turn)}
 
 
-def _head(name: str, kind: str, model: str) -> dict[str, Any]:
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The JSON body of a refusal."""
+    kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
+        error.status, "invalid_request_error" if error.status < 500 else "server_error"
+    )
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def _head(kind: str, model: str) -> dict[str, Any]:
+    name = f"chatcmpl-{secrets.token_hex(12)}"
     return {"id": name, "object": kind, "created": int(time.time()), "model": model}
+
+
+def _usage(turn: Turn) -> dict[str, int]:
+    return {
+        "prompt_tokens": turn.prompt_tokens,
+        "completion_tokens": turn.completion_tokens,
+        "total_tokens": turn.prompt_tokens + turn.completion_tokens,
+    }
 
 
 def _messages(given: Any) -> tuple[Message, ...]:

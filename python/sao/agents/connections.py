@@ -1,7 +1,7 @@
 """Connections to the endpoint of agents: not more than a bound, and a request's head has a deadline.
 
-HTTP itself is spoken by the protocol that `serve` makes; here its transport events pass by, and it never hears of a
-connection that is too many. A request counts from its first byte on; its body has a deadline of its own.
+HTTP is spoken by the protocol that `serve` makes; its transport events pass through here, and a connection that is too
+many never reaches it. A request counts from its first byte on; its body has a deadline of its own.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any, Final
 
-from sao.agents.calls import ApiError
+from sao.agents.calls import error_body
+from sao.agents.session import ApiError
 
 HEAD_S: Final = 30.0  # for the head of a request to arrive as a whole; the first one counts from the connection on
 IDLE_S: Final = 300.0  # a connection may be kept without a request
 MAX_CONNECTIONS: Final = 4096  # and not more than half of the files that this process may open
 _LINGER_S: Final = 1.0  # who is refused can read why
-_TELL_S: Final = 10.0  # at most so often the log says that somebody was refused
+_LOG_S: Final = 10.0  # at most so often the log says that somebody was refused
 _MAX_LINGERING: Final = 64  # so many; the others are cut off, for their descriptors count as well
 
 log = logging.getLogger(__name__)
@@ -36,47 +37,47 @@ class Connections:
 
     def __init__(self, serve: Callable[[], Any]) -> None:
         self._serve = serve
-        self._lines: dict[Any, _Line] = {}
+        self._open: dict[Any, _Connection] = {}
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.most = min(MAX_CONNECTIONS, max(1, files // 2))
         self.most_lingering = min(_MAX_LINGERING, files // 8)
         self.lingering = 0  # were refused, and can still read why
         self.refused = 0
-        self._told_s = -math.inf
+        self._logged_s = -math.inf
 
     def __call__(self) -> asyncio.Protocol:
-        return _Line(self)
+        return _Connection(self)
 
     @contextmanager
     def answering(self, protocol: Any) -> Iterator[None]:
         """While a request of this HTTP protocol is answered: its head has arrived."""
-        line = self._lines.get(protocol)
-        if line is not None:
-            line.answering(True)
+        connection = self._open.get(protocol)
+        if connection is not None:
+            connection.answering(True)
         try:
             yield
         finally:
-            if line is not None:
-                line.answering(False)
+            if connection is not None:
+                connection.answering(False)
 
-    def admit(self, line: _Line) -> Any:
+    def admit(self, connection: _Connection) -> Any:
         """The HTTP protocol of a new connection, or None when there are too many."""
-        if len(self._lines) >= self.most:
+        if len(self._open) >= self.most:
             self.refused += 1
-            if (now := time.monotonic()) >= self._told_s + _TELL_S:
-                self._told_s = now
+            if (now := time.monotonic()) >= self._logged_s + _LOG_S:
+                self._logged_s = now
                 log.warning("agents: %d connections are open; one more is refused, %d so far", self.most, self.refused)
             return None
         protocol = self._serve()
-        self._lines[protocol] = line
+        self._open[protocol] = connection
         return protocol
 
     def gone(self, protocol: Any) -> None:
         """A connection has ended."""
-        self._lines.pop(protocol, None)
+        self._open.pop(protocol, None)
 
 
-class _Line(asyncio.Protocol):
+class _Connection(asyncio.Protocol):
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
         self._http: Any = None
@@ -141,7 +142,7 @@ class _Line(asyncio.Protocol):
         if self._connections.lingering > self._connections.most_lingering:
             self._transport.abort()
             return
-        body = json.dumps(error.body()).encode()
+        body = json.dumps(error_body(error)).encode()
         head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nContent-Type: application/json\r\n"
         self._transport.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
         self._transport.write_eof()

@@ -13,12 +13,11 @@ from pathlib import Path
 from sao.agents.server import AgentServer
 from sao.agents.session import AgentSession
 from sao.config import Config
-from sao.engines.base import Engine
 from sao.envs.agent import Agent, AgentEnvironment, end, tail
 from sao.envs.protocol import check_reward
 from sao.errors import EngineError, EnvironmentFailure
-from sao.rollout.chat import Renderer
-from sao.rollout.episode import Progress, Task
+from sao.rollout.episode import close_environment
+from sao.rollout.recorder import Recorder
 from sao.trajectory import Termination, Trajectory
 
 RESTART_S = 1.0  # between two starts of a program that serves many episodes
@@ -27,13 +26,13 @@ log = logging.getLogger(__name__)
 
 
 class AgentHost:
-    """Plays tasks through agents, on an engine that others may use as well.
+    """Plays assignments through agents.
 
-    name: of the generator; where its address and token are left for agents that are started by somebody else.
+    name: of the generator; names the file with address and token for agents that are started by somebody else.
     """
 
-    def __init__(self, config: Config, engine: Engine, renderer: Renderer, name: str) -> None:
-        self._config, self._engine, self._renderer, self._name = config, engine, renderer, name
+    def __init__(self, config: Config, name: str) -> None:
+        self._config, self._name = config, name
         self._server = AgentServer(Path(config.model.path).name, secrets.token_urlsafe(24))
         self._calls = asyncio.Semaphore(config.env.concurrency) if config.env.concurrency else None
         self._program: asyncio.Task[None] | None = None
@@ -64,33 +63,26 @@ class AgentHost:
             self._note.unlink(missing_ok=True)
         await self._server.close()
 
-    async def play(
-        self, env: AgentEnvironment, task: Task, *, sampling_seed: int | None, progress: Progress
-    ) -> Trajectory:
-        """One episode; closes the environment on every path.
+    async def play(self, recorder: Recorder, env: AgentEnvironment) -> Trajectory:
+        """One episode, recorded by `recorder`, which is fresh; closes the environment on every path.
 
         Raises `EngineError`, and `EnvironmentFailure` (`no_turn`, `no_reward`, `bad_reward`, `timeout`, `agent_exit`,
         `agent_failed`, or the environment's own).
         """
-        session = AgentSession(
-            self._engine, self._renderer, task, self._config, sampling_seed, progress, env.reward_range
-        )
-        limit_s = self._config.env.episode_timeout_s
+        session = AgentSession(recorder, env.reward_range)
         try:
             async with self._calls or nullcontext():
                 try:
-                    async with asyncio.timeout(limit_s):
+                    async with asyncio.timeout(self._config.env.episode_timeout_s):
                         reward = await self._reward(env, session)
                 except TimeoutError:
                     self._server.remove(session)
-                    if not session.segments():
-                        text = f"no turn within env.episode_timeout_s = {limit_s:g}"
-                        raise EnvironmentFailure("timeout", text) from None
-                    return self._truncated(session, "time_limit")
-            if not session.segments():
+                    recorder.check_begun()
+                    return session.truncated("time_limit")
+            if not recorder.n_segments:
                 raise EnvironmentFailure("no_turn", "the agent ended without a turn of the policy")
             if session.cut and reward is None:
-                return self._truncated(session, session.cut)
+                return session.truncated(session.cut)
             if reward is None:
                 raise EnvironmentFailure("no_reward", "the agent ended without a reward")
             how = Termination("truncated", session.cut) if session.cut else Termination("finished")
@@ -98,9 +90,9 @@ class AgentHost:
         finally:
             self._server.remove(session)
             try:
-                await self._engine.release(session.name)
+                await recorder.engine.release(recorder.session)
             finally:
-                await _close(env, self._config.env.step_timeout_s)
+                await close_environment(env, self._config.env.step_timeout_s)
 
     async def _reward(self, env: AgentEnvironment, session: AgentSession) -> float | None:
         """Has the episode played by whoever plays it; its reward, None if it got none."""
@@ -110,7 +102,8 @@ class AgentHost:
                 await self._offered(session)
                 reward = None
             else:
-                reward = await env.play(session.task.seed, session.task.split, access)
+                task = session.recorder.assignment
+                reward = await env.play(task.seed, task.split, access)
         except EnvironmentFailure:
             if session.fault is not None:  # the engine's fault came first
                 raise session.fault from None
@@ -160,15 +153,3 @@ class AgentHost:
         finally:
             await end(process)
         return f"the agents' program ended with exit code {code}: {err.decode(errors='replace').strip()}"
-
-    def _truncated(self, session: AgentSession, why: str) -> Trajectory:
-        low, high = session.reward_range
-        reward = min(max(0.0, low), high) if session.reward is None else session.reward
-        return session.trajectory(Termination("truncated", why), reward)
-
-
-async def _close(env: AgentEnvironment, limit_s: float) -> None:
-    try:
-        await asyncio.wait_for(env.close(), limit_s)
-    except Exception as error:  # the episode's own result stands
-        log.warning("agent: close: %s: %s", type(error).__name__, error)

@@ -20,9 +20,8 @@ from contextlib import suppress
 from typing import Any
 
 from sao.agents import calls as agent_calls
-from sao.agents.calls import ApiError
 from sao.agents.connections import IDLE_S, Connections
-from sao.agents.session import AgentSession
+from sao.agents.session import AgentSession, ApiError, Turn
 from sao.envs.agent import Access
 from sao.envs.protocol import check_reward
 from sao.errors import ConfigError, EnvironmentFailure
@@ -34,7 +33,7 @@ MAX_WAIT_S = 60.0
 
 try:
     from aiohttp import web
-except ImportError as error:  # told when a run wants agents
+except ImportError as error:  # raised when a run wants agents
     _missing: ImportError | None = error
 else:
     _missing = None
@@ -117,9 +116,9 @@ class AgentServer:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._find(request, self._sessions)
-        call = agent_calls.parse(await _body(request), session.temperature)
+        call = agent_calls.parse(await _body(request), session.recorder.temperature)
         # An agent that hangs up does not take its turn back: it was sampled, and is in the trajectory.
-        work = asyncio.create_task(session.complete(call))
+        work = asyncio.create_task(session.complete(call.messages, call.max_tokens))
         work.add_done_callback(lambda done: done.cancelled() or done.exception())
         if not call.stream:
             return web.json_response(agent_calls.completion(await asyncio.shield(work), self.model))
@@ -151,10 +150,10 @@ class AgentServer:
                 self._news.notify()
                 return web.Response(status=204)
             session = self._offered.popleft()
-        found = {"api_key": session.api_key, "reward_key": session.reward_key, "base_url": self.base_url}
-        return web.json_response(
-            {"id": session.name, "seed": session.task.seed, "split": session.task.split, "model": self.model, **found}
-        )
+        task = session.recorder.assignment
+        found = {"id": task.session, "seed": task.seed, "split": task.split, "model": self.model}
+        found |= {"api_key": session.api_key, "reward_key": session.reward_key, "base_url": self.base_url}
+        return web.json_response(found)
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         session = self._find(request, self._rewards)
@@ -176,7 +175,7 @@ class AgentServer:
         elif session.reward is None:
             raise ApiError(409, "a session that has no reward cannot be closed without a failure", code="no_reward")
         session.ended.set()
-        return web.json_response({"id": session.name})
+        return web.json_response({"id": session.recorder.session})
 
     def _find(self, request: web.Request, sessions: dict[str, AgentSession]) -> AgentSession:
         session = sessions.get(_key(request))  # keys are random: what a look-up takes tells nothing of them
@@ -185,13 +184,13 @@ class AgentServer:
         return session
 
 
-def _events(work: asyncio.Task[agent_calls.Turn], model: str, include_usage: bool) -> Iterator[bytes]:
+def _events(work: asyncio.Task[Turn], model: str, include_usage: bool) -> Iterator[bytes]:
     try:
         for chunk in agent_calls.chunks(work.result(), model, include_usage):
             yield json.dumps(chunk).encode()
         yield b"[DONE]"
     except ApiError as error:
-        yield json.dumps(error.body()).encode()
+        yield json.dumps(agent_calls.error_body(error)).encode()
 
 
 def _key(request: web.Request) -> str:
@@ -230,7 +229,7 @@ if _missing is None:
         try:
             return await handler(request)
         except ApiError as error:
-            return web.json_response(error.body(), status=error.status)
+            refused = error
         except web.HTTPException as error:
-            wrong = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
-            return web.json_response(wrong.body(), status=error.status)
+            refused = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
+        return web.json_response(agent_calls.error_body(refused), status=refused.status)

@@ -1,4 +1,4 @@
-"""The calls of one episode of an agent, joined to one trajectory: token ids in, token ids out.
+"""The calls of one episode of an agent, joined to one trajectory: token ids in, token ids out, in no API's dialect.
 
 An agent sends its whole conversation with every call. What this side sampled is found in it again by its text and is
 never encoded again: the prompt is the ids of that earlier call, its sampled ids, and what follows them. A prompt that
@@ -13,39 +13,43 @@ those that the policy sampled and saw; `agent_rewritten`, calls with an assistan
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 import time
 from dataclasses import dataclass
 
 import numpy as np
 
-from sao.agents.calls import ApiError, Call, Turn
-from sao.config import Config
-from sao.engines.base import Engine, Request, check_completion
-from sao.engines.seeds import derive_seed
 from sao.envs.protocol import Message
-from sao.errors import EngineError, EnvironmentFailure, Error
-from sao.rollout.chat import Renderer
-from sao.rollout.episode import Progress, Task
-from sao.trajectory import Segment, SegmentBuilder, Termination, Trajectory
+from sao.errors import EnvironmentFailure, Error
+from sao.rollout.recorder import Recorder
+from sao.trajectory import SegmentBuilder, Termination, Trajectory
 
 Conversation = tuple[Message, ...]
 
 
-@dataclass(slots=True)
-class _Chain:
-    """A segment that grows. ids: all of it."""
+class ApiError(Exception):
+    """A call that is refused: an HTTP status, why, the field that is wrong and a code for programs."""
 
-    builder: SegmentBuilder
-    ids: np.ndarray
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What was sampled for a call. finish_reason: stop or length."""
+
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Point:
     """A conversation that ends with a turn of the policy: `ids` are its prompt and the turn."""
 
-    chain: _Chain
+    segment: SegmentBuilder
     ids: np.ndarray
 
 
@@ -56,156 +60,89 @@ class AgentSession:
     `reward` or `failure`. cut: why further calls are refused. fault: of the engine, which fails the episode.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        renderer: Renderer,
-        task: Task,
-        config: Config,
-        sampling_seed: int | None,
-        progress: Progress,
-        reward_range: tuple[float, float],
-    ) -> None:
-        self.task, self.reward_range = task, reward_range
-        self.name = f"{task.split}/{task.ordinal}/{task.attempt}"
+    def __init__(self, recorder: Recorder, reward_range: tuple[float, float]) -> None:
+        self.recorder, self.reward_range = recorder, reward_range
         self.api_key, self.reward_key = f"sao-{secrets.token_urlsafe(24)}", f"sao-reward-{secrets.token_urlsafe(24)}"
-        self.temperature = config.eval.temperature if task.split == "eval" else config.sampling.temperature
         self.reward: float | None = None
         self.cut = ""
         self.fault: Error | None = None
         self.failure: EnvironmentFailure | None = None
         self.ended = asyncio.Event()
         self.closed = False
-        self._engine, self._renderer, self._config = engine, renderer, config
-        self._seed, self._progress = sampling_seed, progress
         self._turn = asyncio.Lock()
-        self._chains: list[_Chain] = []
         self._points: dict[Conversation, _Point] = {}
-        self._fingerprints: dict[int, str] = {}
-        self._stop_reasons: list[str] = []
         self._began = time.perf_counter()
-        self._generate_s = 0.0
         self._drift = self._rewritten = 0
 
-    async def complete(self, call: Call) -> Turn:
-        """Samples the turn that a call asks for. Raises `ApiError`."""
+    async def complete(self, messages: Conversation, max_tokens: int | None = None) -> Turn:
+        """Samples the turn behind a conversation; `max_tokens`: at most, None: the run's own limit.
+
+        Raises `ApiError`.
+        """
+        config = self.recorder.config
         async with self._turn:
             self._check_open()
-            if self._progress.turns >= self._config.env.max_turns:
+            if self.recorder.turns >= config.env.max_turns:
                 self.cut = self.cut or "max_turns"
-                limit = self._config.env.max_turns
-                raise ApiError(400, f"the episode has had its env.max_turns = {limit} turns", code="max_turns")
+                text = f"the episode has had its env.max_turns = {config.env.max_turns} turns"
+                raise ApiError(400, text, code="max_turns")
             # Beside the loop: a conversation of megabytes takes seconds to encode, only then is its length known.
-            chain, ids = await asyncio.to_thread(self._prompt, call.messages)
+            segment, ids = await asyncio.to_thread(self._prompt, messages)
             self._check_open()  # or the episode has ended meanwhile, and nobody would count what is sampled now
-            sampling = self._config.sampling
-            room = sampling.context_tokens - ids.size
+            context = config.sampling.context_tokens
+            room = context - ids.size
             if room <= 0:
                 self.cut = self.cut or "context"
-                raise ApiError(
-                    400,
-                    f"messages: {ids.size} tokens, the context window has {sampling.context_tokens}",
-                    param="messages",
-                    code="context_length_exceeded",
-                )
-            limit = min(room, sampling.max_response_tokens, call.max_tokens or room)
-            return await self._sample(call.messages, chain, ids, limit)
+                text = f"messages: {ids.size} tokens, the context window has {context}"
+                raise ApiError(400, text, param="messages", code="context_length_exceeded")
+            limit = min(room, config.sampling.max_response_tokens, max_tokens or room)
+            try:
+                completion = await self.recorder.turn(ids, limit)
+            except Error as error:
+                self.fault = self.fault or error
+                raise ApiError(503, f"the engine failed: {error}", code="engine_failed") from None
+            segment = self.recorder.write(segment, ids, completion)
+            text = self.recorder.renderer.decode(completion.token_ids)
+            point = _Point(segment, np.concatenate([ids, completion.token_ids]))
+            self._points[_key((*messages, Message("assistant", text)))] = point
+            return Turn(text, completion.stop_reason, ids.size, completion.token_ids.size)
+
+    def trajectory(self, termination: Termination, reward: float) -> Trajectory:
+        """The episode as it is; nothing may be sampled behind it."""
+        times = self.recorder.timings_s
+        times["step"] = max(0.0, time.perf_counter() - self._began - times["generate"])
+        counts = {"agent_drift": self._drift, "agent_rewritten": self._rewritten}
+        return self.recorder.trajectory(termination, reward, metadata=counts)
+
+    def truncated(self, reason: str) -> Trajectory:
+        """The episode, ended by a limit, with the reward that it has got by then, if any."""
+        reward = self.recorder.no_reward(self.reward_range) if self.reward is None else self.reward
+        return self.trajectory(Termination("truncated", reason), reward)
 
     def _check_open(self) -> None:
         if self.closed:
             raise ApiError(409, "the session is over", code="session_over")
 
-    def trajectory(self, termination: Termination, reward: float) -> Trajectory:
-        """The episode as it is; nothing may be sampled behind it."""
-        name = f"{self._config.run.name}\0{self._config.run.seed}\0{self.name}"
-        whole = time.perf_counter() - self._began
-        return Trajectory(
-            id=hashlib.blake2b(name.encode(), digest_size=16).digest(),
-            task_ordinal=self.task.ordinal,
-            attempt=self.task.attempt,
-            env=self._config.env.name,
-            segments=self.segments(),
-            reward=reward,
-            termination=termination,
-            temperature=self.temperature,
-            turn_rewards=(),
-            fingerprints=self._fingerprints,
-            timings_s={"generate": self._generate_s, "step": max(0.0, whole - self._generate_s)},
-            metadata={
-                "seed": self.task.seed,
-                "split": self.task.split,
-                "turns": self._progress.turns,
-                "stop_reasons": ",".join(self._stop_reasons),
-                **self._engine.facts,
-                "agent_drift": self._drift,
-                "agent_rewritten": self._rewritten,
-            },
-        )
-
-    def segments(self) -> tuple[Segment, ...]:
-        """In the order in which they were opened."""
-        return tuple(chain.builder.build() for chain in self._chains)
-
-    def _prompt(self, messages: Conversation) -> tuple[_Chain | None, np.ndarray]:
+    def _prompt(self, messages: Conversation) -> tuple[SegmentBuilder | None, np.ndarray]:
         """The ids of a conversation, and the segment that they continue (None: a new one). Raises `ApiError`."""
         assistants = [index for index, message in enumerate(messages) if message.role == "assistant"]
+        renderer = self.recorder.renderer
         try:
-            whole = self._renderer.conversation(messages)
+            whole = renderer.conversation(messages)
             for last in reversed(assistants):
                 point = self._points.get(_key(messages[: last + 1]))
                 if point is None:
                     continue
-                behind = self._renderer.observation(messages[last + 1 :], int(point.ids[-1]))
+                behind = renderer.observation(messages[last + 1 :], int(point.ids[-1]))
                 ids = np.concatenate([point.ids, behind])
                 self._drift += not np.array_equal(ids, whole)
                 self._rewritten += last != assistants[-1]
-                tip = point.chain.ids.size == point.ids.size
-                return (point.chain if tip else None), ids
+                newest = point.segment.n_tokens == point.ids.size
+                return (point.segment if newest else None), ids
         except EnvironmentFailure as error:  # the chat template refuses these roles
             raise ApiError(400, f"messages: {error.detail}", param="messages") from None
         self._rewritten += bool(assistants)
         return None, whole
-
-    async def _sample(self, messages: Conversation, chain: _Chain | None, ids: np.ndarray, limit: int) -> Turn:
-        number = self._progress.turns
-        request = Request(
-            id=f"{self.name}/{number}",
-            session=self.name,
-            prompt_ids=ids,
-            max_new_tokens=limit,
-            temperature=self.temperature,
-            stop_token_ids=self._renderer.stop_token_ids,
-            seed=None if self._seed is None else derive_seed(self._seed, self.name, str(number)),
-        )
-        began = time.perf_counter()
-        try:
-            completion = await self._engine.generate(request)
-            if completion.token_ids is not None:
-                self._progress.sampled_tokens += len(completion.token_ids)
-            check_completion(request, completion)
-            if completion.stop_reason not in ("stop", "length"):
-                raise EngineError(f"aborted: request {request.id}: the engine ended it with {completion.stop_reason}")
-            for version, mark in completion.fingerprints.items():
-                if self._fingerprints.setdefault(version, mark) != mark:
-                    raise EngineError(f"bad_completion: request {request.id}: version {version} has two fingerprints")
-        except Error as error:
-            self.fault = self.fault or error
-            raise ApiError(503, f"the engine failed: {error}", code="engine_failed") from None
-        finally:
-            self._generate_s += time.perf_counter() - began
-        if chain is None:
-            chain = _Chain(SegmentBuilder("execution"), np.empty(0, np.int32))
-            self._chains.append(chain)
-        chain.builder.append_context(ids[chain.ids.size :])
-        chain.builder.append_sampled(completion.token_ids, completion.logprobs, completion.version_spans)
-        chain.ids = np.concatenate([ids, completion.token_ids])
-        text = self._renderer.decode(completion.token_ids)
-        self._points[_key((*messages, Message("assistant", text)))] = _Point(chain, chain.ids)
-        self._progress.turns += 1
-        self._stop_reasons.append(completion.stop_reason)
-        return Turn(
-            f"chatcmpl-{secrets.token_hex(12)}", text, completion.stop_reason, ids.size, completion.token_ids.size
-        )
 
 
 def _key(messages: Conversation) -> Conversation:

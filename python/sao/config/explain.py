@@ -10,6 +10,9 @@ from pydantic import BaseModel, ValidationError
 
 Location = tuple[Any, ...]
 NEAR = 0.75  # similarity from which a name is worth suggesting
+REPLACED = {
+    "generator.engines": "generator.count: a generator has one engine"
+}  # keys that are gone -> their successors
 PASSES = 4  # unknown keys and wrong values, missing fields, combinations in a section, combinations of sections
 
 
@@ -71,6 +74,8 @@ def _describe(model: type[BaseModel], error: ValidationError) -> tuple[dict[str,
 
 def _suggestion(model: type[BaseModel], location: Location) -> str:
     """The nearest known name for an unknown key: exactly that name elsewhere, then its own section, then anywhere."""
+    if successor := REPLACED.get(".".join(map(str, location))):
+        return f"; it is replaced by {successor}"
     name = str(location[-1]).replace("-", "_")
     sections = {section: list(_section(model, section)) for section in model.model_fields}
     own = list(sections) if len(location) == 1 else sections.get(location[0], [])

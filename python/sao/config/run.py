@@ -88,29 +88,37 @@ class Config(Section):
         prompt = ordinal // self.algorithm.group_size
         return prompt if self.env.train_tasks is None else prompt % self.env.train_tasks
 
-    def _compaction_faults(self) -> list[str]:
-        compaction, sampling = self.compaction, self.sampling
-        if not compaction.enabled:
-            return []
-        faults = []
+    def compaction_threshold(self, request_tokens: int) -> tuple[int, list[str]]:
+        """T of compaction, tokens, and what is wrong with it: the default is the least that holds a turn, an
+        observation, the summary request of `request_tokens` and a summary.
+        """
+        compaction, context = self.compaction, self.sampling.context_tokens
         caps = {
-            "sampling.max_response_tokens": sampling.max_response_tokens,
+            "sampling.max_response_tokens": self.sampling.max_response_tokens,
             "compaction.observation_cap_tokens": compaction.observation_cap_tokens,
+            "the summary request": request_tokens,
             "compaction.max_summary_tokens": compaction.max_summary_tokens,
         }
-        needed = sum(caps.values()) + 1  # the summary request itself; its length is checked with the tokenizer
-        threshold = compaction.threshold_tokens
-        if threshold is not None and threshold < needed and not compaction.clip:
+        needed, faults = sum(caps.values()), []
+        threshold = compaction.threshold_tokens or needed
+        if threshold < needed and not compaction.clip:
             parts = " + ".join(f"{name} = {value}" for name, value in caps.items())
             faults.append(
-                f"compaction.threshold_tokens: {threshold} must be at least {parts} + the summary request, or one turn"
-                " can leave no room for the summary; set compaction.clip = true to permit it"
+                f"compaction.threshold_tokens: {threshold} must be at least {needed}: {parts}; or one turn can leave no"
+                " room for the summary; set compaction.clip = true to permit it"
             )
-        if (threshold or needed) >= sampling.context_tokens:
+        if threshold >= context:
+            source = "" if compaction.threshold_tokens else " (from the caps)"
             faults.append(
-                f"compaction.threshold_tokens: {threshold or f'{needed} (from the caps)'} must be below"
-                f" sampling.context_tokens = {sampling.context_tokens}"
+                f"compaction.threshold_tokens: {threshold}{source} must be below sampling.context_tokens = {context}"
             )
+        return threshold, faults
+
+    def _compaction_faults(self) -> list[str]:
+        compaction = self.compaction
+        if not compaction.enabled:
+            return []
+        _, faults = self.compaction_threshold(1)  # the request's length is known with the tokenizer
         if compaction.merge_summary and not compaction.train_summaries:
             faults.append(
                 "compaction.train_summaries: false needs summaries in rows of their own (merge_summary = false)"

@@ -98,13 +98,15 @@ class SamplingSection(Section):
 class GeneratorSection(Section):
     """Generator processes."""
 
-    count: int = Field(2, ge=1, le=256, description="generator processes started by the supervisor")
+    count: int = Field(
+        2,
+        ge=1,
+        le=256,
+        description="generator processes started by the supervisor, each with an engine and GPUs of its own",
+    )
     engine: Literal["torch", "vllm", "scripted"] = Field(
         "torch",
         description="torch: in-process transformers model; vllm: vLLM (the extra `vllm`); scripted: a test double",
-    )
-    engines: int = Field(
-        1, ge=1, le=64, description="engines per generator, each on GPUs of its own where there are any"
     )
     concurrency: int = Field(64, ge=1, description="episodes in flight per generator, at most")
     load_control: bool = Field(

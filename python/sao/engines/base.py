@@ -1,22 +1,24 @@
-"""What a generation engine is: token ids in, token ids with log-probs and policy versions out.
+"""The contract of a generation engine, and the books that all engines keep alike.
 
-An engine never sees text. It samples with temperature only, so that the log-prob it reports is the log-prob of the
-distribution it drew from. This file imports no torch.
+Token ids go in; token ids with log-probs and policy versions come out. An engine never sees text. It samples with
+temperature only, so that the log-prob it reports is the log-prob of the distribution it drew from. No torch here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 
-from sao.errors import EngineError
-
-if TYPE_CHECKING:
-    from sao.transport.reference import WeightsRef
+from sao.errors import ClosedError, EngineError
+from sao.transport.reference import WeightsRef
 
 StopReason = Literal["stop", "length", "context", "abort"]
+UNLIMITED = 1 << 31  # a context window or vocabulary without a bound
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,63 +80,183 @@ class EngineStats:
     preempted: int = 0
 
 
-class Engine(Protocol):
-    """A generation engine. All methods are called from one asyncio loop, which they never block."""
+@dataclass(slots=True)
+class Flight:
+    """A request between `generate` and its completion.
 
-    @property
-    def version(self) -> int:
-        """Policy version of the weights that sample the next token."""
-        ...
+    since: the engine's version when it came. handle: the engine's own name for it. aborted: its session was released.
+    """
+
+    request: Request
+    since: int
+    handle: Any = None
+    aborted: bool = False
+
+
+class Engine(ABC):
+    """A generation engine. All methods are called from one asyncio loop, which they never block.
+
+    What is alike in all engines is here: requests are checked, one of a session at a time; versions only grow, and
+    each has one fingerprint; a start that fails closes; nothing is done after `close`. A subclass starts and closes,
+    samples a request that makes sense, and takes weights that are newer.
+
+    version: of the weights that sample the next token. closed: `close` was called. failure: why it will never sample
+    again.
+    """
+
+    def __init__(self, context_tokens: int = UNLIMITED) -> None:
+        self.version = 0
+        self.closed = False
+        self.failure: Exception | None = None
+        self._context, self._vocabulary = context_tokens, UNLIMITED
+        self._fingerprints: dict[int, str] = {}
+        self._flights: dict[str, Flight] = {}
+        self._started = self._ready = False
+        self._updating = asyncio.Lock()
+        self._sampled_tokens = 0
+        self._busy_s = self._busy_since = 0.0
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of these weights (32 hex characters)."""
-        ...
+        """Fingerprint of the present weights, 32 hex characters; empty before the start."""
+        return self._fingerprints.get(self.version, "")
 
     @property
-    def facts(self) -> dict[str, str]:
-        """What a trajectory's metadata tell of the engine: `engine`, `version_source` and `kv_after_update`."""
-        ...
+    @abstractmethod
+    def metadata(self) -> dict[str, str]:
+        """The engine in a trajectory's metadata: `engine`, `version_source` and `kv_after_update`."""
 
-    @property
-    def broken(self) -> str | None:
-        """Why this engine will never sample again, or None."""
-        ...
-
-    async def start(self, ref: WeightsRef | None) -> None:
+    async def start(self, ref: WeightsRef | None = None) -> None:
         """Loads the model; with `ref` the published weights instead of those in the model folder (version 0).
 
-        Raises `EngineError`, or `WeightsError` when `ref` does not fit the model.
+        Raises `EngineError`, also when started twice, and `WeightsError` when `ref` does not fit the model.
         """
-        ...
+        if self._started:
+            raise EngineError("engine: started twice")
+        self._started = True
+        try:
+            self._fingerprints[0] = await self._start()
+            self._ready = True
+            if ref is not None:
+                await self.update_weights(ref)
+        except BaseException:
+            await self.close()
+            raise
 
     async def generate(self, request: Request) -> Completion:
         """Samples one turn. Raises `EngineError` for a request that makes no sense, `ClosedError` after `close`.
 
         Cancelling the awaiting task drops the request.
         """
-        ...
+        check_request(request)
+        self._check_usable()
+        who, largest = f"request {request.id}", int(request.prompt_ids.max())
+        if largest >= self._vocabulary:
+            raise EngineError(f"{who}: prompt_ids: token {largest}, vocabulary of {self._vocabulary}")
+        if request.id in self._flights:
+            raise EngineError(f"{who}: a request of this id is in flight")
+        if self._flights_of(request.session):
+            raise EngineError(f"{who}: session {request.session} already has a request in flight")
+        room = self._context - request.prompt_ids.size
+        if room <= 0:
+            return no_tokens("context")
+        if request.max_new_tokens > room:
+            request = replace(request, max_new_tokens=room)
+        if not self._flights:
+            self._busy_since = time.perf_counter()
+        flight = self._flights[request.id] = Flight(request, self.version)
+        try:
+            completion = await self._sample(flight)
+        finally:
+            del self._flights[request.id]
+            if not self._flights:
+                self._busy_s += time.perf_counter() - self._busy_since
+        self._sampled_tokens += completion.token_ids.size
+        return completion
 
     async def update_weights(self, ref: WeightsRef) -> None:
         """Takes over published weights; returns when every further token is sampled from them.
 
         Requests in flight continue: their next tokens carry the new version. All or nothing: raises `WeightsError` and
         keeps the old weights when the update is incomplete, does not fit or its fingerprint differs, and `EngineError`
-        when `ref.version` is below the present version.
+        when `ref.version` is below the present version. Also finished when the caller is cancelled: an update that was
+        begun is never left half done.
         """
-        ...
+        await asyncio.shield(asyncio.ensure_future(self._update(ref)))
 
+    async def _update(self, ref: WeightsRef) -> None:
+        async with self._updating:
+            self._check_usable()
+            if (ref.version, ref.fingerprint) == (self.version, self.fingerprint):
+                return
+            used = self._sampled_tokens or self._flights
+            if ref.version < self.version or (ref.version == self.version and used):
+                raise EngineError(
+                    f"weights of version {ref.version} ({ref.fingerprint}): the engine already serves "
+                    f"version {self.version} ({self.fingerprint})"
+                )
+            before = dict(self._fingerprints)
+            self._fingerprints[ref.version] = ref.fingerprint  # its first token may come before the update returns
+            try:
+                await self._take(ref)
+            except BaseException:
+                self._fingerprints = before
+                raise
+            self.version = ref.version
+            oldest = min((flight.since for flight in self._flights.values()), default=self.version)
+            self._fingerprints = {v: mark for v, mark in self._fingerprints.items() if v >= oldest}
+
+    @abstractmethod
     async def release(self, session: str) -> None:
         """Frees what is cached for the session; a request in flight ends with "abort". Unknown sessions are ignored."""
-        ...
 
     async def close(self) -> None:
         """Frees everything; requests in flight end with `ClosedError`. May be called twice."""
-        ...
+        if not self.closed:
+            self.closed = True
+            await self._close()
 
     def stats(self) -> EngineStats:
-        """Counters; cheap, from any thread."""
-        ...
+        """Counters; cheap, from any thread. busy_s: seconds with a request in flight, unless the engine knows better.
+
+        Sampled tokens are counted when their request ends.
+        """
+        busy_s = self._busy_s + (time.perf_counter() - self._busy_since if self._flights else 0.0)
+        return EngineStats(busy_s, self._sampled_tokens, len(self._flights))
+
+    # What an engine implements.
+
+    @abstractmethod
+    async def _start(self) -> str:
+        """Loads the model, version 0; returns its fingerprint."""
+
+    @abstractmethod
+    async def _sample(self, flight: Flight) -> Completion:
+        """Samples a request that was checked and has room for `max_new_tokens`."""
+
+    @abstractmethod
+    async def _take(self, ref: WeightsRef) -> None:
+        """Serves these weights, newer ones, from its return on; raises as `update_weights`."""
+
+    @abstractmethod
+    async def _close(self) -> None:
+        """Frees everything; called once, also when the start has failed."""
+
+    # What an engine uses.
+
+    def _check_usable(self) -> None:
+        if self.closed:
+            raise ClosedError("engine: closed")
+        if self.failure is not None:
+            raise self.failure
+        if not self._ready:
+            raise EngineError("engine: has not been started")
+
+    def _flights_of(self, session: str) -> list[Flight]:
+        return [flight for flight in self._flights.values() if flight.request.session == session]
+
+    def _fingerprints_of(self, spans: np.ndarray) -> dict[int, str]:
+        return {version: self._fingerprints[version] for version in spans[:, 2].tolist()}
 
 
 def check_request(request: Request) -> None:
@@ -150,65 +272,7 @@ def check_request(request: Request) -> None:
         raise EngineError(f"request {request.id}: temperature: {request.temperature}, expected a finite number >= 0")
 
 
-def check_completion(request: Request, completion: Completion) -> None:
-    """Raises `EngineError` when a completion breaks its contract; nothing that fails here may be trained on.
-
-    Checked: arrays and their lengths (ids without log-probs is the usual fault of an engine), finite log-probs <= 0,
-    spans that tile the tokens with non-decreasing versions and a fingerprint each, the token limit, and that the stop
-    reason agrees with the last token. The message starts with a reason code: `no_token_capture`, `bad_logprob` or
-    `bad_completion`.
-    """
-    who = f"request {request.id}"
-    ids, logprobs, spans = completion.token_ids, completion.logprobs, completion.version_spans
-    if ids is None or logprobs is None or spans is None:
-        missing = [n for n, v in (("token_ids", ids), ("logprobs", logprobs), ("version_spans", spans)) if v is None]
-        raise EngineError(f"no_token_capture: {who}: {', '.join(missing)} missing from the completion")
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise EngineError(f"bad_completion: {who}: token_ids: {ids.dtype}[{ids.shape}], expected int32[m]")
-    if logprobs.shape != ids.shape:
-        raise EngineError(
-            f"no_token_capture: {who}: {ids.size} token ids but {logprobs.size} log-probs"
-            if ids.size
-            else f"bad_completion: {who}: {logprobs.size} log-probs without token ids"
-        )
-    if ids.size == 0 and completion.stop_reason not in ("context", "abort"):
-        raise EngineError(f"no_token_capture: {who}: no token ids, stop reason {completion.stop_reason}")
-    wrong = ~(np.isfinite(logprobs) & (logprobs <= 0))
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        raise EngineError(f"bad_logprob: {who}: log-prob {logprobs[at]} of token {at}, expected finite and <= 0")
-    if ids.size and int(ids.min()) < 0:
-        raise EngineError(f"bad_completion: {who}: negative token id {int(ids.min())}")
-    if ids.size > request.max_new_tokens:
-        raise EngineError(f"bad_completion: {who}: {ids.size} tokens, at most {request.max_new_tokens} were asked for")
-    _check_spans(who, ids.size, completion)
-    stops = set(request.stop_token_ids)
-    if completion.stop_reason == "stop" and int(ids[-1]) not in stops:
-        raise EngineError(
-            f"bad_completion: {who}: stop reason stop, but the last token {int(ids[-1])} is no stop token"
-        )
-    inner = (ids[:-1] if completion.stop_reason == "stop" else ids).tolist()
-    if not stops.isdisjoint(inner):
-        at = next(at for at, token in enumerate(inner) if token in stops)
-        raise EngineError(f"bad_completion: {who}: stop token {inner[at]} at {at} did not end the completion")
-
-
-def _check_spans(who: str, n: int, completion: Completion) -> None:
-    spans = completion.version_spans
-    if spans.ndim != 2 or spans.shape[1] != 3:
-        raise EngineError(f"bad_completion: {who}: version_spans: shape {spans.shape}, expected [k, 3]")
-    at, last = 0, 0
-    for start, stop, version in spans.tolist():
-        if start != at or stop <= start or version < last:
-            raise EngineError(f"bad_completion: {who}: version span {(start, stop, version)} after {(at, last)}")
-        if version not in completion.fingerprints:
-            raise EngineError(f"bad_completion: {who}: no fingerprint of version {version}")
-        at, last = stop, version
-    if at != n:
-        raise EngineError(f"no_token_capture: {who}: version_spans end at {at}, there are {n} tokens")
-
-
-def empty_completion(reason: StopReason) -> Completion:
+def no_tokens(reason: StopReason) -> Completion:
     """No token: there was no room ("context"), or the request was dropped before it began ("abort")."""
     return Completion(np.empty(0, np.int32), np.empty(0, np.float32), np.empty((0, 3), np.int64), reason)
 

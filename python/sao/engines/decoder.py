@@ -7,14 +7,15 @@ slots to 0, so that requests in flight recompute their context under the new wei
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 
 import numpy as np
 import torch
 
-from sao.engines.base import Completion, Request, StopReason, check_request, empty_completion, spans_of
-from sao.engines.sampling import derive_seed, sample, uniforms
+from sao.engines.base import Completion, Request, StopReason, no_tokens, spans_of
+from sao.engines.sampling import sample, uniforms
+from sao.engines.seeds import derive_seed
 from sao.engines.slots import SlotCache
 from sao.errors import EngineError, WeightsError
 
@@ -22,12 +23,15 @@ _READ_STEP = 16  # the length attention reads is rounded up to this
 _PREFILL_SHARE = 4  # prefill as soon as its rows are 1 in so many of those that decode
 _PREFILL_WAIT = 3  # decode steps that a lone prefill may be held back for others to join
 
+Ended = tuple[Request, Completion | EngineError]
+
 
 class Decoder:
     """Slots, batches and samples for a causal language model of `transformers` (dense full attention).
 
-    Not thread-safe; give it one thread. `seed` starts the streams of requests that bring no seed of their own: request
-    number k gets a stream derived from (seed, k).
+    Not thread-safe; give it one thread. Requests come checked, one of a session at a time, with ids in the vocabulary
+    and room for `max_new_tokens`; completions carry no fingerprints. `seed` starts the streams of requests that bring
+    no seed of their own: request number k gets a stream derived from (seed, k).
     """
 
     def __init__(self, model: torch.nn.Module, slots: int, context: int, seed: int, prefill_tokens: int = 4096) -> None:
@@ -35,14 +39,15 @@ class Decoder:
         self.context = context
         self.version = 0
         self.sampled_tokens = 0
-        self._vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+        self.waiting: deque[Request] = deque()  # for a slot
+        self.vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         self._cache = SlotCache(slots, context)
         self._seed = seed
         self._admitted = 0
         self._prefill_tokens = prefill_tokens
         self._held_back = 0
         self._poisoned = False
-        self._fingerprints: dict[int, str] = {}
+        self._ended: list[Ended] = []
         self._sessions: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._free = list(range(slots - 1, -1, -1))
         self._requests: list[Request | None] = [None] * slots
@@ -64,20 +69,12 @@ class Decoder:
         return int(self._active.sum())
 
     @property
-    def fingerprint(self) -> str:
-        """Fingerprint of the present weights."""
-        return self._fingerprints.get(self.version, "")
+    def busy(self) -> bool:
+        """Whether `step` has something to do."""
+        return bool(self.waiting or self._ended or self._active.any())
 
-    def set_version(self, version: int, fingerprint: str) -> None:
-        """Names the present weights; every token sampled from now on carries this version."""
-        self.version = version
-        self._fingerprints[version] = fingerprint
-        begun = np.flatnonzero(self._active & (self._length > self._start))
-        oldest = int(self._versions[begun, self._start[begun]].min(initial=version))
-        self._fingerprints = {old: text for old, text in self._fingerprints.items() if old >= oldest}
-
-    def set_weights(self, tensors: Mapping[str, torch.Tensor], version: int, fingerprint: str) -> None:
-        """Copies the tensors into the model and drops all cached keys and values.
+    def set_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """Copies the tensors into the model and drops all cached keys and values; further tokens carry this version.
 
         Names must be those of `weights_of` the model (a tied parameter may come under one or all of its names).
         Raises `WeightsError` before anything is changed when a name is missing or unknown or a shape differs.
@@ -108,27 +105,52 @@ class Decoder:
         if self._poisoned:
             self._cache.clear()
             self._poisoned = False
-        self.set_version(version, fingerprint)
+        self.version = version
 
-    def refuse(self, request: Request) -> Completion | None:
-        """The completion of a request that has no room for one token; None when it can run.
+    def add(self, request: Request) -> None:
+        """Takes a request; it runs as soon as there is a slot."""
+        self.waiting.append(request)
 
-        Raises `EngineError` when the request makes no sense, its ids are outside the vocabulary or its session is busy.
-        """
-        check_request(request)
-        if int(request.prompt_ids.max()) >= self._vocabulary:
-            raise EngineError(
-                f"request {request.id}: token id {int(request.prompt_ids.max())}, the vocabulary has {self._vocabulary}"
-            )
+    def abort(self, request: Request) -> None:
+        """Drops a request without a completion; what its session has cached stays."""
         slot = self._sessions.get(request.session)
-        if slot is not None and self._active[slot]:
-            raise EngineError(f"request {request.id}: session {request.session} already has a request in flight")
-        if request.prompt_ids.size >= self.context:
-            return empty_completion("context")
-        return None
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif slot is not None and self._requests[slot] is request:
+            self._finish(slot, "abort")
 
-    def admit(self, request: Request) -> bool:
-        """Gives a request (one that `refuse` let pass) a slot; False when every slot is running another."""
+    def release(self, session: str) -> None:
+        """Frees the session's slot; its request ends as "abort" with the next step."""
+        for request in [request for request in self.waiting if request.session == session]:
+            self.waiting.remove(request)
+            self._ended.append((request, no_tokens("abort")))
+        slot = self._sessions.pop(session, None)
+        if slot is not None:
+            if self._active[slot]:
+                self._ended.append(self._finish(slot, "abort"))
+            self._cached[slot] = 0
+            self._free.append(slot)
+
+    def step(self) -> list[Ended]:
+        """Prefills what is new and samples one token for every other running request; returns what ended."""
+        while self.waiting and self._admit(self.waiting[0]):
+            self.waiting.popleft()
+        active = np.flatnonzero(self._active)
+        pending = self._length[active] - self._cached[active]
+        fresh, ready = active[pending > 1], active[pending == 1]
+        # A pass costs nearly the same for one row as for many: let prefills gather unless they are all there is.
+        self._held_back += 1
+        if fresh.size and (_PREFILL_SHARE * fresh.size >= ready.size or self._held_back > _PREFILL_WAIT):
+            self._held_back = 0
+            for rows in self._chunks(fresh):
+                self._advance(rows, np.minimum(self._length[rows] - self._cached[rows], self._prefill_tokens))
+        if ready.size:
+            self._advance(ready, None)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _admit(self, request: Request) -> bool:
+        """Gives a request a slot; False when every slot is running another."""
         slot = self._slot_of(request.session)
         if slot is None:
             return False
@@ -139,7 +161,7 @@ class Decoder:
         self._cached[slot] = same.size if agrees.all() else int(np.argmin(agrees))
         self._tokens[slot, : prompt.size] = prompt
         self._length[slot] = self._start[slot] = prompt.size
-        self._limit[slot] = min(prompt.size + request.max_new_tokens, self.context)
+        self._limit[slot] = prompt.size + request.max_new_tokens
         own = derive_seed(self._seed, self._admitted) if request.seed is None else request.seed
         self._seeds[slot] = own & (2**63 - 1)
         self._temperature[slot] = request.temperature
@@ -153,39 +175,6 @@ class Decoder:
         self._active[slot] = True
         self._admitted += 1
         return True
-
-    def abort(self, request: Request) -> None:
-        """Drops a request in flight; what its session has cached stays."""
-        slot = self._sessions.get(request.session)
-        if slot is not None and self._requests[slot] is request:
-            self._finish(slot, "abort")
-
-    def release(self, session: str) -> tuple[Request, Completion] | None:
-        """Frees the session's slot; returns its request in flight, ended as "abort"."""
-        slot = self._sessions.pop(session, None)
-        if slot is None:
-            return None
-        ended = self._finish(slot, "abort") if self._active[slot] else None
-        self._cached[slot] = 0
-        self._free.append(slot)
-        return ended
-
-    def step(self) -> list[tuple[Request, Completion | EngineError]]:
-        """Prefills what is new and samples one token for every other running request; returns what ended."""
-        active = np.flatnonzero(self._active)
-        pending = self._length[active] - self._cached[active]
-        fresh, ready = active[pending > 1], active[pending == 1]
-        ended: list[tuple[Request, Completion | EngineError]] = []
-        # A pass costs nearly the same for one row as for many: let prefills gather unless they are all there is.
-        self._held_back += 1
-        if fresh.size and (_PREFILL_SHARE * fresh.size >= ready.size or self._held_back > _PREFILL_WAIT):
-            self._held_back = 0
-            for rows in self._chunks(fresh):
-                new = np.minimum(self._length[rows] - self._cached[rows], self._prefill_tokens)
-                ended += self._advance(rows, new)
-        if ready.size:
-            ended += self._advance(ready, None)
-        return ended
 
     def _slot_of(self, session: str) -> int | None:
         slot = self._sessions.get(session)
@@ -214,7 +203,7 @@ class Decoder:
                 begin = end
         return groups
 
-    def _advance(self, rows: np.ndarray, new: np.ndarray | None) -> list[tuple[Request, Completion | EngineError]]:
+    def _advance(self, rows: np.ndarray, new: np.ndarray | None) -> None:
         """One forward pass over `new` ids a row (None: one each), then one token for the rows that are complete."""
         if new is None:
             logits = self._decode(rows)
@@ -226,7 +215,7 @@ class Decoder:
             if not whole.all():
                 rows, logits = rows[whole], logits[torch.from_numpy(whole)]
                 if not rows.size:
-                    return []
+                    return
         length = self._length[rows]
         draws = uniforms(self._seeds[rows], length - self._start[rows])
         tokens, logprobs = sample(logits, self._temperature[rows], draws)
@@ -239,17 +228,15 @@ class Decoder:
         stop = (self._stops[rows] == tokens[:, None]).any(1)
         bad = ~np.isfinite(logprobs)
         done = np.flatnonzero(stop | bad | (length >= self._limit[rows]))
-        ended: list[tuple[Request, Completion | EngineError]] = []
         for at in done.tolist():
             request, completion = self._finish(int(rows[at]), "stop" if stop[at] else "length")
             if bad[at]:
                 self._poisoned = True
                 self._cached[rows[at]] = 0
                 text = f"bad_logprob: request {request.id}: log-prob {logprobs[at]} under version {self.version}"
-                ended.append((request, EngineError(text)))
+                self._ended.append((request, EngineError(text)))
             else:
-                ended.append((request, completion))
-        return ended
+                self._ended.append((request, completion))
 
     def _decode(self, rows: np.ndarray) -> torch.Tensor:
         """Logits [len(rows), vocabulary] after the last id of each row."""
@@ -296,13 +283,11 @@ class Decoder:
         request = self._requests[slot]
         assert request is not None
         part = slice(int(self._start[slot]), int(self._length[slot]))
-        spans = spans_of(self._versions[slot, part])
         completion = Completion(
             self._tokens[slot, part].astype(np.int32),
             self._logprobs[slot, part].copy(),
-            spans,
+            spans_of(self._versions[slot, part]),
             reason,
-            {version: self._fingerprints[version] for version in spans[:, 2].tolist()},
         )
         self._requests[slot] = None
         self._active[slot] = False

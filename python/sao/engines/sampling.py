@@ -10,10 +10,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from sao.engines.seeds import derive_seed
-
-__all__ = ["derive_seed", "sample", "uniforms"]
-
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 

@@ -1,10 +1,10 @@
-"""How many episodes a generator plays at once: as many as its engine has room for, at most `generator.concurrency`.
+"""Load control of a generator: as many episodes at once as its engine has room for, at most `generator.concurrency`.
 
 The signs of an engine that has too much to do are, from bad to good: requests that lose their keys and are computed
 again (preempted), a KV cache that is nearly full, and requests that wait while others run. The control is the one of a
 network connection: a sign cuts the limit by a quarter, at most once in `COOL_DOWN` reports, since a cut shows only when
 episodes have ended; a report without a sign, with the limit in use, raises it by a sixteenth. Between "full" and "room"
-nothing changes. An engine that says nothing of a KV cache is never held back.
+nothing changes. An engine that reports no KV cache is never held back.
 """
 
 from __future__ import annotations

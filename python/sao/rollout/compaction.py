@@ -12,26 +12,22 @@ does not fit is in `docs/explanation/compaction.md`; nothing that was sampled is
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
-import numpy as np
-
 from sao.config import Config
-from sao.engines.base import Completion, Engine
+from sao.engines.base import Engine
 from sao.envs.protocol import Message
 from sao.errors import ConfigError, EnvironmentFailure
 from sao.rollout.chat import Renderer
+from sao.rollout.recorder import Recorder
 from sao.rollout.window import Window, joined
 from sao.trajectory import Metadata
 
 PLACE = "{summary}"
 _PROBE = "a"
-
-Ask = Callable[[str, np.ndarray, int, Engine | None], Awaitable[Completion]]
-"""(name of the request, prompt ids, most tokens, engine other than the policy's) -> completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +76,9 @@ class Compactor:
         self.request, self.resume = templates(config)
         self.request_message = Message("user", self.request.text)
         self.request_tokens = self._request_tokens()
-        caps = {
-            "sampling.max_response_tokens": config.sampling.max_response_tokens,
-            "compaction.observation_cap_tokens": self.config.observation_cap_tokens,
-            f"the summary request ({self.request.name})": self.request_tokens,
-            "compaction.max_summary_tokens": self.config.max_summary_tokens,
-        }
-        needed = sum(caps.values())
-        self.threshold_tokens = self.config.threshold_tokens or needed
-        parts = " + ".join(f"{name} = {value}" for name, value in caps.items())
-        if self.threshold_tokens < needed and not self.config.clip:
-            raise ConfigError(
-                f"compaction.threshold_tokens: {self.threshold_tokens} must be at least {needed}: {parts}; "
-                "or one turn can leave no room for the summary; set compaction.clip = true to permit it"
-            )
-        if self.threshold_tokens >= self.context_tokens:
-            raise ConfigError(
-                f"compaction.threshold_tokens: {self.threshold_tokens} ({parts}) must be below "
-                f"sampling.context_tokens = {self.context_tokens}"
-            )
+        self.threshold_tokens, faults = config.compaction_threshold(self.request_tokens)
+        if faults:
+            raise ConfigError("\n".join(faults))
 
     def _request_tokens(self) -> int:
         sizes = []
@@ -113,18 +93,14 @@ class Compactor:
             raise ConfigError("compaction: the chat template takes neither a user nor a tool message after a turn")
         return max(sizes)
 
-    def begin(self, window: Window, ask: Ask) -> Compaction:
-        """For one episode; `window` holds its first messages."""
-        return Compaction(self, window, ask)
-
 
 @dataclass
 class Compaction:
-    """Compactions of one episode. `facts` is what goes into the trajectory's metadata."""
+    """The compactions of one episode, from its first messages on, which `window` holds."""
 
     shared: Compactor
     window: Window
-    ask: Ask
+    recorder: Recorder
     first: tuple[Message, ...] = field(init=False)
     summary_tokens: list[int] = field(default_factory=list)
     stop_reasons: list[str] = field(default_factory=list)
@@ -153,7 +129,7 @@ class Compaction:
             return "compactions"
         return await self._compact()
 
-    def facts(self) -> dict[str, Metadata]:
+    def metadata(self) -> dict[str, Metadata]:
         """For `Trajectory.metadata`; lists are joined by commas, one entry a compaction."""
         shared = self.shared
         return {
@@ -198,7 +174,8 @@ class Compaction:
                 break
         else:
             return "summary_request"
-        completion = await self.ask(f"summary-{len(self.summary_tokens)}", prompt, most, shared.summariser)
+        name = f"summary-{len(self.summary_tokens)}"
+        completion = await self.recorder.sample(name, prompt, most, shared.summariser)
         self.summary_tokens.append(completion.token_ids.size)
         self.stop_reasons.append(completion.stop_reason)
         self.rolled_back += n_steps - kept

@@ -16,24 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
-import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
-
-from sao.config import Config
-from sao.engines.base import Completion, Engine, Request, check_completion
-from sao.engines.seeds import derive_seed
 from sao.envs.protocol import Environment, Message, check_messages, check_step
-from sao.errors import EngineError, EnvironmentFailure
-from sao.rollout.chat import Renderer
+from sao.errors import EnvironmentFailure
 from sao.rollout.compaction import Compaction, Compactor
-from sao.rollout.turns import Send, Turn, Turns
+from sao.rollout.recorder import Recorder
 from sao.rollout.window import Window
 from sao.trajectory import Termination, Trajectory
 
@@ -43,221 +34,100 @@ _GRACE_S = 0.5  # that a call past its deadline gets to end after it was cancell
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What the broker hands out: one task ordinal, its attempt, the environment's seed and the split."""
-
-    ordinal: int
-    attempt: int
-    seed: int
-    split: Literal["train", "eval"]
-    turns: tuple[Turn, ...] = ()
-    """What an earlier attempt has left."""
-
-
-@dataclass(slots=True)
-class Progress:
-    """How far an episode is; kept by the caller, so that a failure can still say what it had cost."""
-
-    turns: int = 0
-    sampled_tokens: int = 0
-
-
 async def run_episode(
-    engine: Engine,
+    recorder: Recorder,
     env: Environment,
-    renderer: Renderer,
-    task: Task,
-    config: Config,
     *,
-    sampling_seed: int | None = None,
-    progress: Progress | None = None,
     compactor: Compactor | None = None,
     calls: asyncio.Semaphore | None = None,
-    send: Send | None = None,
 ) -> Trajectory:
     """Plays one episode and closes the environment, exactly once, on every path.
 
-    sampling_seed: every turn's request gets a seed derived from it and the task; None: the engine's own stream.
+    recorder: fresh; what it holds afterwards is also true of a failure. With `turns` in its assignment the episode goes
+    on after these; `DivergedError` when the environment does not repeat itself.
     compactor: what episodes share for compaction, if that is enabled; None: one is made for this episode alone.
     calls: what episodes share to bound the calls of environments at once; waiting for it is in no call's deadline.
-    send: takes each turn that is over (see `sao.rollout.turns`). With `task.turns` the episode goes on after these;
-    `DivergedError` when the environment does not repeat itself.
     Returns a trajectory with at least one sampled token and a reward. Raises `EngineError` and `EnvironmentFailure`
     (reason `reset_error`, `step_error`, `timeout`, `bad_reward`, `prompt_too_long`, or the environment's own).
     """
-    episode = _Episode(engine, env, renderer, task, config, sampling_seed, progress or Progress(), compactor, calls)
-    episode.kept = Turns(task.turns, send)
+    episode = _Episode(recorder, env, compactor, calls)
     try:
-        return await episode.play()
+        async with asyncio.timeout(recorder.config.env.episode_timeout_s):
+            return await episode.play()
+    except TimeoutError:  # of this limit: those of calls come as failures
+        recorder.check_begun()
+        return episode.truncated("time_limit")
     finally:
         try:
-            await engine.release(episode.session)
+            await recorder.engine.release(recorder.session)
             if compactor is not None and compactor.summariser is not None:
-                await compactor.summariser.release(episode.session)
+                await compactor.summariser.release(recorder.session)
         finally:
-            await _close(env, config.env.step_timeout_s)
+            await close_environment(env, recorder.config.env.step_timeout_s)
 
 
 class _Episode:
     def __init__(
-        self,
-        engine: Engine,
-        env: Environment,
-        renderer: Renderer,
-        task: Task,
-        config: Config,
-        sampling_seed: int | None,
-        progress: Progress,
-        compactor: Compactor | None,
-        calls: asyncio.Semaphore | None,
+        self, recorder: Recorder, env: Environment, compactor: Compactor | None, calls: asyncio.Semaphore | None
     ) -> None:
-        self.engine, self.env, self.renderer, self.task, self.config = engine, env, renderer, task, config
-        self.session = f"{task.split}/{task.ordinal}/{task.attempt}"
-        self.temperature = config.eval.temperature if task.split == "eval" else config.sampling.temperature
-        self.sampling_seed, self.progress = sampling_seed, progress
-        self.window = Window(renderer, config.sampling.context_tokens)
+        self.recorder, self.env, self.config = recorder, env, recorder.config
+        self.window = Window(recorder)
         self.compactor, self.calls = compactor, calls
         self.compaction: Compaction | None = None
-        self.kept = Turns()
         self.turn_rewards: list[tuple[int, int, float]] = []
-        self.stop_reasons: list[str] = []
-        self.fingerprints: dict[int, str] = {}
-        self.timings_s = {"reset": 0.0, "generate": 0.0, "step": 0.0}
+        recorder.timings_s |= {"reset": 0.0, "step": 0.0}
+        if not env.replayable:
+            recorder.replay.send = None
 
     async def play(self) -> Trajectory:
-        limit_s = self.config.env.episode_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                return await self._turns()
-        except TimeoutError:  # of this limit: those of calls come as failures
-            if not self.window.segments():
-                raise EnvironmentFailure("timeout", f"no turn within env.episode_timeout_s = {limit_s:g}") from None
-            return self._end(Termination("truncated", "time_limit"), self._no_reward())
-
-    async def _turns(self) -> Trajectory:
-        max_turns = self.config.env.max_turns
-        messages = check_messages(
-            await self._call("reset", partial(self.env.reset, self.task.seed, self.task.split)), "reset"
-        )
-        self.kept.opened(messages)
-        if not self.window.open(messages):
-            size = self.renderer.initial(messages).size
+        recorder, task, window = self.recorder, self.recorder.assignment, self.window
+        first = check_messages(await self.call("reset", partial(self.env.reset, task.seed, task.split)), "reset")
+        recorder.replay.opened(first)
+        if not window.open(first):
             raise EnvironmentFailure(
-                "prompt_too_long", f"{size} tokens, sampling.context_tokens = {self.config.sampling.context_tokens}"
+                "prompt_too_long",
+                f"{recorder.renderer.initial(first).size} tokens, "
+                f"sampling.context_tokens = {self.config.sampling.context_tokens}",
             )
         if self.config.compaction.enabled:
-            shared = self.compactor or Compactor(self.config, self.renderer)
-            self.compaction = shared.begin(self.window, self._ask)
+            shared = self.compactor or Compactor(self.config, recorder.renderer)
+            self.compaction = Compaction(shared, window, recorder)
         while True:
-            completion = await self._generate()
-            text = self.renderer.decode(completion.token_ids)
-            result = check_step(await self._call("step", partial(self.env.step, text)), self.env.reward_range)
-            self.kept.said(result.messages, result.reward, done=result.done)
+            limit = min(self.config.sampling.max_response_tokens, window.room_tokens)
+            completion = await recorder.turn(window.ids, limit)
+            window.sampled(completion)
+            text = recorder.renderer.decode(completion.token_ids)
+            result = check_step(await self.call("step", partial(self.env.step, text)), self.env.reward_range)
+            recorder.replay.observed(result.messages, result.reward, done=result.done)
             if result.done:
                 assert result.reward is not None
-                return self._end(Termination("finished"), result.reward)
+                return self.end(Termination("finished"), result.reward)
             if result.reward is not None:
-                self.turn_rewards.append((self.window.segment_index, self.window.ids.size - 1, result.reward))
-            if self.progress.turns >= max_turns:
-                return self._end(Termination("truncated", "max_turns"), self._no_reward())
-            if (reason := await self._observe(result.messages)) is not None:
-                return self._end(Termination("truncated", reason), self._no_reward())
-            self.kept.over()
+                self.turn_rewards.append((window.segment_index, window.ids.size - 1, result.reward))
+            if recorder.turns >= self.config.env.max_turns:
+                return self.truncated("max_turns")
+            if (reason := await self.observe(result.messages)) is not None:
+                return self.truncated(reason)
+            recorder.replay.over()
 
-    async def _call(self, what: str, call: Callable[[], Awaitable[Any]]) -> Any:
+    async def call(self, what: str, call: Callable[[], Awaitable[Any]]) -> Any:
         """A call of the environment, in its turn (`env.concurrency`) and within its deadline."""
         async with self.calls or contextlib.nullcontext():
-            return await self._timed(what, bounded(call, self.config.env.step_timeout_s, what))
+            return await self.recorder.timed(what, bounded(call, self.config.env.step_timeout_s, what))
 
-    async def _observe(self, messages: tuple[Message, ...]) -> str | None:
-        """Takes what the environment said; why the rollout has to end here, or None."""
+    async def observe(self, messages: tuple[Message, ...]) -> str | None:
+        """Takes what the environment answered; why the rollout has to end here, or None."""
         if self.compaction is not None:
             return await self.compaction.observe(messages)
         return None if self.window.observe(messages) else "context"
 
-    async def _generate(self) -> Completion:
-        """Samples one turn: at most the response limit, at most the room that is left."""
-        limit = min(self.config.sampling.max_response_tokens, self.window.room_tokens)
-        completion = await self._ask(str(self.progress.turns), self.window.ids, limit)
-        self.window.sampled(completion)
-        self.progress.turns += 1
-        self.stop_reasons.append(completion.stop_reason)
-        return completion
+    def truncated(self, reason: str) -> Trajectory:
+        reward = self.recorder.no_reward(self.env.reward_range)
+        return self.end(Termination("truncated", reason), reward)
 
-    async def _ask(
-        self, name: str, prompt_ids: np.ndarray, max_new_tokens: int, summariser: Engine | None = None
-    ) -> Completion:
-        """A completion of the policy, checked and counted; or of the fixed summariser, whose tokens are context."""
-        request = Request(
-            id=f"{self.session}/{name}",
-            session=self.session,
-            prompt_ids=prompt_ids,
-            max_new_tokens=max_new_tokens,
-            temperature=self.temperature,
-            stop_token_ids=self.renderer.stop_token_ids,
-            seed=None if self.sampling_seed is None else derive_seed(self.sampling_seed, self.session, name),
-        )
-        what = "summarise" if name.startswith("summary") else "generate"
-        recorded = self.kept.next()
-        if recorded is None:
-            completion = await self._timed(what, (summariser or self.engine).generate(request))
-        else:
-            completion = recorded
-        if summariser is None and completion.token_ids is not None:
-            self.progress.sampled_tokens += len(completion.token_ids)
-        check_completion(request, completion)
-        if completion.stop_reason in ("abort", "context"):
-            raise EngineError(f"aborted: request {request.id}: the engine ended it with {completion.stop_reason}")
-        if summariser is None:
-            self._note_fingerprints(request, completion)
-        if recorded is None:
-            self.kept.sampled(completion, foreign=summariser is not None)
-        return completion
-
-    def _note_fingerprints(self, request: Request, completion: Completion) -> None:
-        for version, mark in completion.fingerprints.items():
-            if self.fingerprints.setdefault(version, mark) != mark:
-                raise EngineError(
-                    f"bad_completion: request {request.id}: version {version} has fingerprint {mark}, "
-                    f"before it was {self.fingerprints[version]}"
-                )
-
-    async def _timed(self, what: str, call: Awaitable[T]) -> T:
-        began = time.perf_counter()
-        try:
-            return await call
-        finally:
-            self.timings_s[what] = self.timings_s.get(what, 0.0) + time.perf_counter() - began
-
-    def _no_reward(self) -> float:
-        low, high = self.env.reward_range
-        return min(max(0.0, low), high)
-
-    def _end(self, termination: Termination, reward: float) -> Trajectory:
-        task = self.task
-        name = f"{self.config.run.name}\0{self.config.run.seed}\0{self.session}"
-        return Trajectory(
-            id=hashlib.blake2b(name.encode(), digest_size=16).digest(),
-            task_ordinal=task.ordinal,
-            attempt=task.attempt,
-            env=self.config.env.name,
-            segments=self.window.segments(),
-            reward=reward,
-            termination=termination,
-            temperature=self.temperature,
-            turn_rewards=tuple(self.turn_rewards),
-            fingerprints=self.fingerprints,
-            timings_s=self.timings_s,
-            metadata={
-                "seed": task.seed,
-                "split": task.split,
-                "turns": self.progress.turns,
-                "stop_reasons": ",".join(self.stop_reasons),
-                **self.engine.facts,
-                **(self.compaction.facts() if self.compaction is not None else {}),
-            },
-        )
+    def end(self, termination: Termination, reward: float) -> Trajectory:
+        metadata = self.compaction.metadata() if self.compaction is not None else {}
+        return self.recorder.trajectory(termination, reward, self.turn_rewards, metadata)
 
 
 async def bounded(call: Callable[[], Awaitable[T]], limit_s: float, what: str) -> T:
@@ -292,11 +162,11 @@ async def bounded(call: Callable[[], Awaitable[T]], limit_s: float, what: str) -
 
 def _abandon(task: asyncio.Future[Any]) -> None:
     task.cancel()
-    task.add_done_callback(lambda done: None if done.cancelled() else done.exception())  # nobody is left to be told
+    task.add_done_callback(lambda done: None if done.cancelled() else done.exception())  # nobody waits for it any more
 
 
-async def _close(env: Environment, limit_s: float) -> None:
-    """Closes the environment; what goes wrong here is logged, the episode's own result stands."""
+async def close_environment(env: Any, limit_s: float) -> None:
+    """Closes an environment; what goes wrong here is logged, the episode's own result stands."""
     try:
         await bounded(env.close, limit_s, "close")
     except EnvironmentFailure as failure:

@@ -1,8 +1,8 @@
 """Turns of a rollout that outlive the generator that sampled them.
 
 After each turn that is not the last, what the policy has sampled (ids, log-probs, versions, fingerprints) and a digest
-of what the environment said go to the broker. When the generator dies, another one plays the environment again with the
-recorded answers, checks that it says the same, and samples on: tokens, log-probs and versions are those of the first.
+of the observation go to the broker. When the generator dies, another one plays the environment again with the recorded
+answers, checks that it observes the same, and samples on: tokens, log-probs and versions are those of the first.
 Everything the policy is asked passes here in order, so a rollout with compactions is replayed like any other.
 """
 
@@ -24,7 +24,7 @@ Send = Callable[[int, int, int, bytes, bytes], None]
 
 
 class DivergedError(Error):
-    """The environment, played again, did not say what it had said; `sampled_tokens` recorded tokens are lost."""
+    """The environment, played again, did not repeat itself; `sampled_tokens` recorded tokens are lost."""
 
     def __init__(self, turn: int, sampled_tokens: int) -> None:
         super().__init__(
@@ -35,15 +35,16 @@ class DivergedError(Error):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What was sampled between two words of the environment, and digests of these."""
+    """The completions between two observations, and digests of these.
+
+    first: of the environment's first messages. observed: of its answer to this turn. foreign_tokens: of a fixed
+    summariser; they are context, not sampled by the policy.
+    """
 
     completions: tuple[Completion, ...]
     first: bytes
-    """Of the environment's first messages."""
-    said: bytes
-    """Of what it said after this turn."""
+    observed: bytes
     foreign_tokens: int = 0
-    """Of a fixed summariser: they are context, not sampled by the policy."""
 
     @property
     def n_tokens(self) -> int:
@@ -58,7 +59,7 @@ class Turn:
 
 def pack(turn: Turn) -> tuple[bytes, bytes]:
     """Header (msgpack) and payload (per completion: ids int32, log-probs float32, spans int64; little endian)."""
-    facts = [
+    shapes = [
         [c.token_ids.size, len(c.version_spans), c.stop_reason, {str(v): mark for v, mark in c.fingerprints.items()}]
         for c in turn.completions
     ]
@@ -67,18 +68,17 @@ def pack(turn: Turn) -> tuple[bytes, bytes]:
         for c in turn.completions
         for array, kind in ((c.token_ids, "<i4"), (c.logprobs, "<f4"), (c.version_spans, "<i8"))
     ]
-    return msgpack.packb([turn.first, turn.said, facts, turn.foreign_tokens]), b"".join(parts)
+    return msgpack.packb([turn.first, turn.observed, shapes, turn.foreign_tokens]), b"".join(parts)
 
 
 def unpack(header: Buffer, payload: Buffer) -> Turn:
     """The turn that `pack` has packed. Raises `WireError` for anything else."""
     try:
-        first, said, facts, *more = msgpack.unpackb(header)
-        (foreign,) = more or (0,)  # an earlier build wrote none
+        first, observed, shapes, foreign = msgpack.unpackb(header)
         if type(foreign) is not int:
             raise ValueError(f"foreign tokens: {foreign!r}, expected an integer")
         completions, at = [], 0
-        for n_tokens, n_spans, stop_reason, marks in facts:
+        for n_tokens, n_spans, stop_reason, marks in shapes:
             arrays = []
             for kind, count in (("<i4", n_tokens), ("<f4", n_tokens), ("<i8", 3 * n_spans)):
                 arrays.append(np.frombuffer(payload, kind, count, at))
@@ -88,11 +88,11 @@ def unpack(header: Buffer, payload: Buffer) -> Turn:
             completions.append(Completion(ids, logprobs, spans.reshape(-1, 3), stop_reason, fingerprints))
     except Exception as error:  # msgpack raises a dozen classes
         raise WireError(f"turn: not a valid record: {type(error).__name__}: {error}") from None
-    return Turn(tuple(completions), first, said, foreign)
+    return Turn(tuple(completions), first, observed, foreign)
 
 
 def digest(messages: Sequence[Message], reward: float | None = None) -> bytes:
-    """16 bytes over what an environment said: its messages and the reward of the turn."""
+    """16 bytes over an answer of an environment: its messages and the reward of the turn."""
     packed = msgpack.packb([[[m.role, m.content] for m in messages], None if reward is None else float(reward)])
     return hashlib.blake2b(packed, digest_size=16).digest()
 
@@ -103,11 +103,12 @@ class Turns:
     """
 
     def __init__(self, recorded: Sequence[Turn] = (), send: Send | None = None) -> None:
-        self._recorded, self._send = recorded, send
+        self.send = send
+        self._recorded = recorded
         self._index = self._asked = 0
         self._fresh: list[Completion] = []
         self._foreign = 0
-        self._first = self._said = b""
+        self._first = self._observed = b""
 
     def opened(self, messages: Sequence[Message]) -> None:
         """The environment's first messages. Raises `DivergedError`, as all here."""
@@ -127,14 +128,14 @@ class Turns:
 
     def sampled(self, completion: Completion, *, foreign: bool = False) -> None:
         """An answer that was sampled now; `foreign`: by a fixed summariser."""
-        if self._send is not None:
+        if self.send is not None:
             self._fresh.append(completion)
             self._foreign += completion.token_ids.size if foreign else 0
 
-    def said(self, messages: Sequence[Message], reward: float | None, *, done: bool) -> None:
-        """What the environment said to a turn."""
-        self._said = digest(messages, reward)
-        if self._index < len(self._recorded) and (done or self._recorded[self._index].said != self._said):
+    def observed(self, messages: Sequence[Message], reward: float | None, *, done: bool) -> None:
+        """The environment's answer to a turn."""
+        self._observed = digest(messages, reward)
+        if self._index < len(self._recorded) and (done or self._recorded[self._index].observed != self._observed):
             raise self._diverged()
 
     def over(self) -> None:
@@ -142,10 +143,10 @@ class Turns:
         if self._index < len(self._recorded):
             if self._asked != len(self._recorded[self._index].completions):
                 raise self._diverged()
-        elif self._send is not None:
-            turn = Turn(tuple(self._fresh), self._first, self._said, self._foreign)
+        elif self.send is not None:
+            turn = Turn(tuple(self._fresh), self._first, self._observed, self._foreign)
             self._fresh, self._foreign = [], 0
-            self._send(self._index, turn.n_tokens, turn.max_version, *pack(turn))
+            self.send(self._index, turn.n_tokens, turn.max_version, *pack(turn))
         self._index, self._asked = self._index + 1, 0
 
     def _diverged(self) -> DivergedError:

@@ -1,4 +1,4 @@
-"""The token ids that the policy sees now, and the segments that record them."""
+"""The context window: the token ids that the policy sees now, and which segment records what it samples."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 from sao.engines.base import Completion
 from sao.envs.protocol import Message
-from sao.rollout.chat import Renderer
-from sao.trajectory import Segment, SegmentBuilder, SegmentKind
+from sao.rollout.recorder import Recorder
+from sao.trajectory import SegmentBuilder
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,10 @@ class Window:
     `rebuild` closes the segment and opens the next from messages: it is what a compaction does.
     """
 
-    def __init__(self, renderer: Renderer, context_tokens: int) -> None:
-        self._renderer = renderer
-        self._context_tokens = context_tokens
-        self._closed: list[Segment] = []
-        self._builder = SegmentBuilder("execution")
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._renderer = recorder, recorder.renderer
+        self._context_tokens = recorder.config.sampling.context_tokens
+        self._segment: SegmentBuilder | None = None  # the open one, once something was sampled in it
         self._ids = np.empty(0, np.int32)
         self._acted = 0  # end of the turn that waits for its observation
         self.opening: tuple[Message, ...] = ()
@@ -58,7 +57,7 @@ class Window:
     @property
     def segment_index(self) -> int:
         """Index of the open segment."""
-        return len(self._closed)
+        return self._recorder.n_segments - (self._segment is not None)
 
     def open(self, messages: Sequence[Message]) -> bool:
         """Begins with a conversation. False, and nothing is changed, when it leaves no room for a token."""
@@ -70,8 +69,7 @@ class Window:
 
     def sampled(self, completion: Completion) -> None:
         """Takes an assistant turn as the engine gave it."""
-        self._builder.append_context(self._ids[self._builder.n_tokens :])
-        self._builder.append_sampled(completion.token_ids, completion.logprobs, completion.version_spans)
+        self._segment = self._recorder.write(self._segment, self._ids, completion)
         self._ids = np.concatenate([self._ids, completion.token_ids])
         self._acted = self._ids.size
 
@@ -109,14 +107,10 @@ class Window:
 
         With `merge`, `prompt` has to begin with the ids of the open segment.
         """
-        if not merge:
-            self._close()
-            self._builder = SegmentBuilder("summary")
-        self._builder.append_context(prompt[self._builder.n_tokens :])
-        self._builder.append_sampled(completion.token_ids, completion.logprobs, completion.version_spans)
-        self._close()
+        self._recorder.write(self._segment if merge else None, prompt, completion, "summary")
+        self._segment = None
 
-    def rebuild(self, messages: Sequence[Message], kind: SegmentKind = "execution", carry: int = 0) -> bool:
+    def rebuild(self, messages: Sequence[Message], carry: int = 0) -> bool:
         """Closes the open segment and begins the next with a conversation and the last `carry` steps, id for id.
 
         False as in `open`.
@@ -124,11 +118,10 @@ class Window:
         size = self.rebuilt_tokens(messages, carry)
         if size >= self._context_tokens:
             return False
-        self._close()
+        self._segment = None
         kept = self.steps[len(self.steps) - carry :]
         head, first = self._renderer.initial(messages), kept[0].start if kept else self._ids.size
         shift = head.size - first
-        self._builder = SegmentBuilder(kind)
         self._ids = np.concatenate([head, self._ids[first:]]) if kept else head
         self.steps = [Step(s.start + shift, s.acted + shift, s.stop + shift, s.messages) for s in kept]
         self.opening, self.opening_tokens = tuple(messages), head.size
@@ -139,15 +132,6 @@ class Window:
         """Tokens of the window that `rebuild` would make."""
         kept = self.steps[len(self.steps) - carry :]
         return self._renderer.initial(messages).size + (kept[-1].stop - kept[0].start if kept else 0)
-
-    def segments(self) -> tuple[Segment, ...]:
-        """All segments, the open one included when something was sampled in it."""
-        return (*self._closed, self._builder.build()) if self._builder.n_tokens else tuple(self._closed)
-
-    def _close(self) -> None:
-        if self._builder.n_tokens:
-            self._closed.append(self._builder.build())
-        self._builder = SegmentBuilder("execution")
 
 
 def joined(messages: Sequence[Message], message: Message) -> tuple[Message, ...]:

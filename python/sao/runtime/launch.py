@@ -64,7 +64,7 @@ def generator(config: Config, places: Places, index: int, incarnation: int) -> C
     It is told a number that no process of this name had before, in any start of the run, so its draws are new.
     """
     name, number = f"g{index}", str(places.number(incarnation))
-    argv = (*_module("sao.generator", places), "--name", name, "--incarnation", number)
+    argv = (*_module("sao.generator", places), "--name", name, "--incarnation", number, "--index", str(index))
     return _command("generator", name, argv, _environment(config.generator.threads), places)
 
 

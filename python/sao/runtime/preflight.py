@@ -140,7 +140,7 @@ def compaction(config: Config) -> list[str]:
 
     The markup around the summary request is known only to a generator, which checks again with it.
     """
-    part, sampling = config.compaction, config.sampling
+    part = config.compaction
     if not part.enabled:
         return []
     faults = model_folder("compaction.summariser", Path(part.summariser), tokenizer=True) if part.summariser else []
@@ -150,19 +150,7 @@ def compaction(config: Config) -> list[str]:
         return [*faults, str(error)]
     if (size := _tokens(Path(config.model.path), request.text)) is None:
         return faults
-    needed = sampling.max_response_tokens + part.observation_cap_tokens + size + part.max_summary_tokens
-    threshold = part.threshold_tokens or needed
-    caps = f"response cap + observation cap + summary request of {size} tokens + summary cap = {needed}"
-    if threshold < needed and not part.clip:
-        faults.append(
-            f"compaction.threshold_tokens: {threshold} must be at least {caps}; set compaction.clip = true to permit it"
-        )
-    if threshold >= sampling.context_tokens:
-        faults.append(
-            f"compaction.threshold_tokens: {threshold} ({caps}) must be below sampling.context_tokens"
-            f" = {sampling.context_tokens}"
-        )
-    return faults
+    return faults + config.compaction_threshold(size)[1]
 
 
 def _tokens(folder: Path, text: str) -> int | None:

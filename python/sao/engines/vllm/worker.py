@@ -39,7 +39,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from sao.engines.vllm_process import BACKEND, FOLDER_PREFIX, FOLDER_VARIABLE, PARENT_VARIABLE
+from sao.engines.vllm.process import BACKEND, FOLDER_PREFIX, FOLDER_VARIABLE, PARENT_VARIABLE
 from sao.errors import WeightsError
 from sao.transport import weights
 from sao.transport.weights import WeightsRef

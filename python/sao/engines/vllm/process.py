@@ -1,4 +1,4 @@
-"""How vLLM's process is started: its environment, what is imported from vLLM, and which versions will do."""
+"""vLLM's process from outside: the environment it starts with, the versions of vLLM that serve, and its load."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import getpass
 import os
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,18 @@ FOLDER_VARIABLE = "SAO_VLLM_FOLDER"  # private folder of the engine
 FOLDER_PREFIX = f"{PREFIX}vllm-"
 
 
-def import_vllm(folder: Path, threads: int) -> tuple[str, bool]:
-    """Imports vLLM: its version, and whether it labels tokens with weight versions.
-
-    Raises `EngineError` when it is missing or too old.
-    """
+def import_vllm(folder: Path, threads: int) -> str:
+    """Imports vLLM; its version. Raises `EngineError` when it is missing, or too old to label tokens with versions."""
     with environment(folder, threads, 1.0):
         try:
-            from vllm.v1.engine.async_llm import AsyncLLM
+            from vllm.outputs import CompletionOutput
         except ImportError as error:
             raise EngineError(f"engine vllm: cannot be imported: {error}; it needs pip install 'sao[vllm]'") from error
         from vllm import __version__
-        from vllm.outputs import CompletionOutput
 
-        if not hasattr(AsyncLLM, "update_weight_version"):
-            raise EngineError(f"engine vllm: vLLM {__version__} has no weight updates in flight; it needs >= 0.30")
-        return __version__, "weight_versions" in CompletionOutput.__dataclass_fields__
+        if "weight_versions" not in CompletionOutput.__dataclass_fields__:
+            raise EngineError(f"engine vllm: vLLM {__version__} does not label tokens with versions; it needs >= 0.32")
+        return __version__
 
 
 def check_heads(model_config: Any) -> None:
@@ -47,7 +44,7 @@ def check_heads(model_config: Any) -> None:
 
 
 def devices_of(index: int, vllm_args: dict[str, Any], count: int) -> str:
-    """The GPUs of engine number `index`: as many as it is spread over, out of `count` visible ones.
+    """The GPUs of the engine of generator number `index`: as many as it is spread over, out of `count` visible ones.
 
     Raises `EngineError` when there are not enough.
     """
@@ -56,7 +53,7 @@ def devices_of(index: int, vllm_args: dict[str, Any], count: int) -> str:
     found = visible[index * each : (index + 1) * each]
     if len(found) < each:
         raise EngineError(
-            f"generator.engines: engine {index} needs GPUs {index * each} to {(index + 1) * each - 1}, "
+            f"generator.count: generator {index} needs GPUs {index * each} to {(index + 1) * each - 1}, "
             f"{len(visible)} are visible"
         )
     return ",".join(found)
@@ -111,3 +108,44 @@ def environment(folder: Path, threads: int, start_timeout_s: float, devices: str
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@dataclass(slots=True)
+class Load:
+    """The load by vLLM's scheduler, step by step.
+
+    kv_use: share of the KV cache in use, 0 to 1; waiting: requests; preempted: times a request lost its keys.
+    """
+
+    kv_use: float = 0.0
+    waiting: int = 0
+    preempted: int = 0
+
+    def logger(self) -> Any:
+        """A stat logger of vLLM that writes here."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        load = self
+
+        class Logger(StatLoggerBase):
+            def __init__(self) -> None:
+                pass
+
+            def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+                if scheduler_stats is not None:
+                    load.kv_use, load.waiting = scheduler_stats.kv_cache_usage, scheduler_stats.num_waiting_reqs
+                if iteration_stats is not None:
+                    load.preempted += iteration_stats.num_preempted_reqs
+
+            def log_engine_initialized(self) -> None:
+                pass
+
+        return Logger()
+
+    @staticmethod
+    def be_the_only_one(llm: Any) -> None:
+        """Takes the other stat loggers (Prometheus) away: nobody reads them here, and they cost time at every step."""
+        from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+        manager = llm.logger_manager
+        manager.stat_loggers = [one for one in manager.stat_loggers if not isinstance(one, PrometheusStatLogger)]

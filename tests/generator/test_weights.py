@@ -13,7 +13,7 @@ import torch
 from generator import test_worker
 from generator.test_worker import Broker, broker, configured, engine_that  # noqa: F401 - a fixture
 
-from sao.generator.arrivals import Arrivals
+from sao.generator.weights import Arrivals
 from sao.generator.worker import Generator
 from sao.transport.reference import WeightsRef
 from sao.transport.weight_bus import WeightsServer

@@ -1,0 +1,1 @@
+"""vLLM as an engine: `engine` in the generator, `worker` inside vLLM's own process."""

@@ -1,0 +1,254 @@
+"""The recorder of a rollout: from a request to the engine to the trajectory, for episodes and for agents alike.
+
+An engine's completion is checked here and written into a segment once, behind the very prompt it was sampled from; so
+nothing that was sampled is lost, recorded twice or paired with other tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import numpy as np
+
+from sao.config import Config
+from sao.engines.base import Completion, Engine, Request
+from sao.engines.seeds import derive_seed
+from sao.errors import EngineError, EnvironmentFailure
+from sao.rollout.chat import Renderer
+from sao.rollout.turns import Send, Turn, Turns
+from sao.trajectory import Metadata, Segment, SegmentBuilder, SegmentKind, Termination, Trajectory
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One attempt at a task, as the broker hands it out: task ordinal, attempt, the environment's seed and the split.
+
+    turns: what a generator before this one has left of it.
+    """
+
+    ordinal: int
+    attempt: int
+    seed: int
+    split: Literal["train", "eval"]
+    turns: tuple[Turn, ...] = ()
+
+    @property
+    def session(self) -> str:
+        """The engine's session that samples it; unique in a run."""
+        return f"{self.split}/{self.ordinal}/{self.attempt}"
+
+
+class Recorder:
+    """The record of one assignment while it is played; also of a failure, which still says what it had cost.
+
+    sampling_seed: every request gets a seed derived from it and the assignment; None: the engine's own stream.
+    send: takes each turn that is over (see `sao.rollout.turns`); None: they are not kept.
+
+    turns: turns of the policy so far. sampled_tokens: by the policy, those of refused completions included. timings_s:
+    seconds by cause; whoever plays adds its own.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        config: Config,
+        assignment: Assignment,
+        sampling_seed: int | None = None,
+        send: Send | None = None,
+    ) -> None:
+        self.engine, self.renderer, self.config, self.assignment = engine, renderer, config, assignment
+        self.session = assignment.session
+        self.temperature = config.eval.temperature if assignment.split == "eval" else config.sampling.temperature
+        self.replay = Turns(assignment.turns, send)
+        self.turns = self.sampled_tokens = 0
+        self.timings_s = {"generate": 0.0}
+        self._sampling_seed = sampling_seed
+        self._stop_reasons: list[str] = []
+        self._fingerprints: dict[int, str] = {}
+        self._segments: list[SegmentBuilder] = []
+
+    @property
+    def n_segments(self) -> int:
+        """Segments so far, each with a sampled token."""
+        return len(self._segments)
+
+    async def turn(self, prompt_ids: np.ndarray, max_new_tokens: int) -> Completion:
+        """Samples a turn of the policy. Raises `EngineError`."""
+        completion = await self.sample(str(self.turns), prompt_ids, max_new_tokens)
+        self.turns += 1
+        self._stop_reasons.append(completion.stop_reason)
+        return completion
+
+    async def sample(
+        self, name: str, prompt_ids: np.ndarray, max_new_tokens: int, summariser: Engine | None = None
+    ) -> Completion:
+        """A completion of the policy, checked and counted; or of a fixed summariser, whose tokens are context.
+
+        It is replayed where a generator before this one has left it. Raises `EngineError`.
+        """
+        request = Request(
+            id=f"{self.session}/{name}",
+            session=self.session,
+            prompt_ids=prompt_ids,
+            max_new_tokens=max_new_tokens,
+            temperature=self.temperature,
+            stop_token_ids=self.renderer.stop_token_ids,
+            seed=None if self._sampling_seed is None else derive_seed(self._sampling_seed, self.session, name),
+        )
+        replayed = self.replay.next()
+        if replayed is None:
+            what = "summarise" if name.startswith("summary") else "generate"
+            completion = await self.timed(what, (summariser or self.engine).generate(request))
+        else:
+            completion = replayed
+        if summariser is None:
+            self.sampled_tokens += completion.token_ids.size
+        check_completion(request, completion)
+        if completion.stop_reason in ("abort", "context"):
+            raise EngineError(f"aborted: request {request.id}: the engine ended it with {completion.stop_reason}")
+        if summariser is None:
+            for version, mark in completion.fingerprints.items():
+                if self._fingerprints.setdefault(version, mark) != mark:
+                    raise EngineError(
+                        f"bad_completion: request {request.id}: version {version} has fingerprint {mark}, "
+                        f"before it was {self._fingerprints[version]}"
+                    )
+        if replayed is None:
+            self.replay.sampled(completion, foreign=summariser is not None)
+        return completion
+
+    def write(
+        self,
+        segment: SegmentBuilder | None,
+        prompt_ids: np.ndarray,
+        completion: Completion,
+        kind: SegmentKind = "execution",
+    ) -> SegmentBuilder:
+        """Records a completion in a segment that its prompt extends; None: in a new one, of this kind. Returns it."""
+        if segment is None:
+            segment = SegmentBuilder(kind)
+            self._segments.append(segment)
+        segment.append_context(prompt_ids[segment.n_tokens :])
+        segment.append_sampled(completion.token_ids, completion.logprobs, completion.version_spans)
+        return segment
+
+    def segments(self) -> tuple[Segment, ...]:
+        """All segments, in the order in which they were opened."""
+        return tuple(segment.build() for segment in self._segments)
+
+    async def timed(self, what: str, call: Awaitable[T]) -> T:
+        """Awaits a call; its seconds go to `timings_s[what]`."""
+        began = time.perf_counter()
+        try:
+            return await call
+        finally:
+            self.timings_s[what] = self.timings_s.get(what, 0.0) + time.perf_counter() - began
+
+    def trajectory(
+        self,
+        termination: Termination,
+        reward: float,
+        turn_rewards: Sequence[tuple[int, int, float]] = (),
+        metadata: Mapping[str, Metadata] | None = None,
+    ) -> Trajectory:
+        """The rollout as it is; nothing may be sampled behind it. `metadata`: what whoever played it adds."""
+        config, task = self.config, self.assignment
+        name = f"{config.run.name}\0{config.run.seed}\0{self.session}"
+        return Trajectory(
+            id=hashlib.blake2b(name.encode(), digest_size=16).digest(),
+            task_ordinal=task.ordinal,
+            attempt=task.attempt,
+            env=config.env.name,
+            segments=self.segments(),
+            reward=reward,
+            termination=termination,
+            temperature=self.temperature,
+            turn_rewards=tuple(turn_rewards),
+            fingerprints=self._fingerprints,
+            timings_s=self.timings_s,
+            metadata={
+                "seed": task.seed,
+                "split": task.split,
+                "turns": self.turns,
+                "stop_reasons": ",".join(self._stop_reasons),
+                **self.engine.metadata,
+                **(metadata or {}),
+            },
+        )
+
+    @staticmethod
+    def no_reward(reward_range: tuple[float, float]) -> float:
+        """The reward of an end that the environment did not score: 0, or the nearest number in its range."""
+        low, high = reward_range
+        return min(max(0.0, low), high)
+
+    def check_begun(self) -> None:
+        """Raises `EnvironmentFailure` when the time of the episode is over and nothing was sampled in it."""
+        if not self._segments:
+            limit_s = self.config.env.episode_timeout_s
+            raise EnvironmentFailure("timeout", f"no turn within env.episode_timeout_s = {limit_s:g}")
+
+
+def check_completion(request: Request, completion: Completion) -> None:
+    """Raises `EngineError` when a completion breaks its contract; nothing that fails here may be trained on.
+
+    Checked: arrays and their lengths (ids without log-probs is the usual fault of an engine), finite log-probs <= 0,
+    spans that tile the tokens with non-decreasing versions and a fingerprint each, the token limit, and that the stop
+    reason agrees with the last token. The message starts with a reason code: `no_token_capture`, `bad_logprob` or
+    `bad_completion`.
+    """
+    who = f"request {request.id}"
+    ids, logprobs, spans = completion.token_ids, completion.logprobs, completion.version_spans
+    if ids is None or logprobs is None or spans is None:
+        missing = [n for n, v in (("token_ids", ids), ("logprobs", logprobs), ("version_spans", spans)) if v is None]
+        raise EngineError(f"no_token_capture: {who}: {', '.join(missing)} missing from the completion")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise EngineError(f"bad_completion: {who}: token_ids: {ids.dtype}[{ids.shape}], expected int32[m]")
+    if logprobs.shape != ids.shape:
+        raise EngineError(
+            f"no_token_capture: {who}: {ids.size} token ids but {logprobs.size} log-probs"
+            if ids.size
+            else f"bad_completion: {who}: {logprobs.size} log-probs without token ids"
+        )
+    if ids.size == 0 and completion.stop_reason not in ("context", "abort"):
+        raise EngineError(f"no_token_capture: {who}: no token ids, stop reason {completion.stop_reason}")
+    wrong = ~(np.isfinite(logprobs) & (logprobs <= 0))
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise EngineError(f"bad_logprob: {who}: log-prob {logprobs[at]} of token {at}, expected finite and <= 0")
+    if ids.size and int(ids.min()) < 0:
+        raise EngineError(f"bad_completion: {who}: negative token id {int(ids.min())}")
+    if ids.size > request.max_new_tokens:
+        raise EngineError(f"bad_completion: {who}: {ids.size} tokens, at most {request.max_new_tokens} were asked for")
+    _check_spans(who, ids.size, completion)
+    stops = set(request.stop_token_ids)
+    if completion.stop_reason == "stop" and int(ids[-1]) not in stops:
+        raise EngineError(
+            f"bad_completion: {who}: stop reason stop, but the last token {int(ids[-1])} is no stop token"
+        )
+    inner = (ids[:-1] if completion.stop_reason == "stop" else ids).tolist()
+    if not stops.isdisjoint(inner):
+        at = next(at for at, token in enumerate(inner) if token in stops)
+        raise EngineError(f"bad_completion: {who}: stop token {inner[at]} at {at} did not end the completion")
+
+
+def _check_spans(who: str, n: int, completion: Completion) -> None:
+    spans = completion.version_spans
+    if spans.ndim != 2 or spans.shape[1] != 3:
+        raise EngineError(f"bad_completion: {who}: version_spans: shape {spans.shape}, expected [k, 3]")
+    at, last = 0, 0
+    for start, stop, version in spans.tolist():
+        if start != at or stop <= start or version < last:
+            raise EngineError(f"bad_completion: {who}: version span {(start, stop, version)} after {(at, last)}")
+        if version not in completion.fingerprints:
+            raise EngineError(f"bad_completion: {who}: no fingerprint of version {version}")
+        at, last = stop, version
+    if at != n:
+        raise EngineError(f"no_token_capture: {who}: version_spans end at {at}, there are {n} tokens")
