@@ -82,13 +82,13 @@ def pretrain_value(
     """Train only a critic, on rollouts of the start policy, for `learner.critic_path` of a later run."""
     with _faults():
         from sao import config
-        from sao.runtime import pretrain as runtime
+        from sao.runtime import train as runtime
 
-        resolved = config.load(run_file, overrides or [])
+        resolved = runtime.value_pretraining(config.load(run_file, overrides or []))
         if dry_run:
             typer.echo(runtime.describe(resolved, overwrite=overwrite))
             return
-        raise typer.Exit(runtime.pretrain(resolved, overwrite=overwrite))
+        raise typer.Exit(runtime.train(resolved, overwrite=overwrite))
 
 
 @app.command(name="eval")

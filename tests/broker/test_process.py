@@ -342,10 +342,10 @@ def test_it_ends_when_its_parent_is_killed_and_all_peers_are_silent(tmp_path: Pa
     with broker(tmp_path) as process:
         process.child.kill()
         process.wait()
-        launcher = Path(sys.modules["sao"].__file__ or "").parent / "runtime" / "under_parent.py"
+        launcher = Path(sys.modules["sao"].__file__ or "").parent / "storage" / "parent_death.py"
         code = (
             "import os, subprocess, sys, time;"
-            "p = subprocess.Popen([sys.executable, '-IS', sys.argv[1], str(os.getpid()), *sys.argv[2:]]);"
+            "p = subprocess.Popen([sys.executable, '-IS', sys.argv[1], str(os.getpid()), '15', *sys.argv[2:]]);"
             "print(p.pid, flush=True); time.sleep(60)"
         )
         command = [

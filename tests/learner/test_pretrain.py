@@ -15,7 +15,7 @@ from sao.errors import ConfigError, LearnerError
 from sao.learner.pretrain import Progress, pretrain
 from sao.learner.step import Learner
 from sao.learner.world import World
-from sao.runtime.pretrain import derive
+from sao.runtime.train import value_pretraining as derive
 
 
 def moments(explained, n=100):

@@ -12,7 +12,6 @@ import os
 import shlex
 import shutil
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,16 +20,12 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 
 from sao.envs.protocol import check_choice
 from sao.errors import ConfigError, EnvironmentFailure
+from sao.storage.parent_death import under_parent
 
 Start = Literal["episode", "once", "never"]
 RewardFrom = Literal["posted", "last_line"]
 _TAIL_BYTES = 2000  # of the program's error output, for the reason of a failure
 _OUTPUT_BYTES = 1 << 20
-# Sets the parent-death signal and becomes the command: a program does not outlive a generator that was killed.
-_UNDER_PARENT = (
-    "import ctypes,os,sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); "
-    "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +126,7 @@ class Agent:
         """Starts the program in a session of its own; it dies with this process. Raises `EnvironmentFailure`."""
         try:
             return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-IS", "-c", _UNDER_PARENT, str(os.getpid()), *parts),
+                *under_parent(parts, signal.SIGKILL),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,

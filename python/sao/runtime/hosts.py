@@ -10,11 +10,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -25,7 +24,7 @@ from sao.config import Config
 from sao.errors import ConfigError, TransportError
 from sao.runtime import folders, launch, preflight, processes, train
 from sao.runtime import resume as resuming
-from sao.runtime.processes import UNDER_PARENT, Command
+from sao.runtime.processes import Child, Command
 from sao.runtime.supervisor import EXIT_FAILED, EXIT_INTERRUPTED
 from sao.transport.client import Client
 from sao.transport.keys import VISITOR, client_keys
@@ -204,17 +203,11 @@ def _run(command: Command, config: Config) -> int:
     processes.become_subreaper()
     others = {process.pid for process in processes.descendants()}
     asked: list[int] = []
-    child = subprocess.Popen(
-        [sys.executable, "-IS", str(UNDER_PARENT), str(os.getpid()), *command.argv],
-        env=os.environ | command.environment,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    child = Child(command)
 
     def end(number: int, _frame: FrameType | None) -> None:
         asked.append(number)
-        with suppress(ProcessLookupError):
-            os.kill(child.pid, signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
+        child.send(signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
         signal.setitimer(signal.ITIMER_REAL, config.transport.shutdown_s + END_S)
 
     handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
@@ -228,5 +221,5 @@ def _run(command: Command, config: Config) -> int:
         processes.kill(lambda: [left for left in processes.descendants() if left.pid not in others])
     if code >= 0:
         return code
-    print(f"{command.name}: killed by {signal.Signals(-code).name}", file=sys.stderr, flush=True)
+    print(f"{command.name}: {child.how_it_ended}", file=sys.stderr, flush=True)
     return EXIT_INTERRUPTED if asked else EXIT_FAILED

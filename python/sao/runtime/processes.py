@@ -9,14 +9,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from sao.storage.parent_death import under_parent
+
 PR_SET_CHILD_SUBREAPER = 36
-UNDER_PARENT = Path(__file__).with_name("under_parent.py")
 
 
 @dataclass(frozen=True)
@@ -33,27 +34,40 @@ class Command:
 class Child:
     """One running actor. Start children from the main thread only: the parent-death signal follows the thread."""
 
-    def __init__(self, command: Command, log: Path, on_exit: Callable[[Child], None]) -> None:
-        """Starts the command; its output is appended to `log`. `on_exit` is called once, on another thread."""
+    def __init__(
+        self, command: Command, log: Path | None = None, on_exit: Callable[[Child], None] = lambda child: None
+    ) -> None:
+        """Starts the command; its output is appended to `log`, or goes where ours does. `on_exit` is called once, on
+        another thread.
+        """
         self.command = command
-        self.log = log
-        with log.open("ab") as output:
-            self._log_start_bytes = output.tell()
+        self._log, self._log_start_bytes = log, 0
+        with log.open("ab") if log else nullcontext() as output:
+            if output:
+                self._log_start_bytes = output.tell()
             self._process = subprocess.Popen(
-                [sys.executable, "-IS", str(UNDER_PARENT), str(os.getpid()), *command.argv],
+                under_parent(command.argv),
                 env=os.environ | command.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT,
+                stderr=output and subprocess.STDOUT,
                 pass_fds=command.handles,
                 start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor only, which ends all in order
             )
-        self._watcher = threading.Thread(target=self._watch, args=(on_exit,), daemon=True)
-        self._watcher.start()
+        threading.Thread(target=self._watch, args=(on_exit,), daemon=True).start()
 
     def _watch(self, on_exit: Callable[[Child], None]) -> None:
         self._process.wait()
         on_exit(self)
+
+    def wait(self) -> int:
+        """Waits for the end without a deadline, that is the caller's signal; returns `exit_code`."""
+        return self._process.wait()
+
+    def send(self, number: int) -> None:
+        """Sends a signal, unless it has ended."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(number)
 
     @property
     def pid(self) -> int:
@@ -82,7 +96,9 @@ class Child:
 
     def last_lines(self, count: int = 15, at_most_bytes: int = 16384) -> str:
         """The last lines that this process wrote (not an earlier one with the same log)."""
-        with self.log.open("rb") as file:
+        if self._log is None:
+            return ""
+        with self._log.open("rb") as file:
             end_bytes = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start_bytes, end_bytes - at_most_bytes))
             text = file.read().decode("utf-8", "replace")
@@ -110,9 +126,7 @@ def descendants() -> list[psutil.Process]:
 def terminate(children: Sequence[Child]) -> None:
     """SIGTERM to those that still run."""
     for child in children:
-        if child.running:
-            with suppress(ProcessLookupError):
-                os.kill(child.pid, signal.SIGTERM)
+        child.send(signal.SIGTERM)
 
 
 def kill(members: Callable[[], Sequence[psutil.Process]], wait_s: float = 5.0) -> None:

@@ -236,7 +236,7 @@ class Supervisor:
         if child.exit_code is not None and child.exit_code < 0 and self._start_again(child):
             return
         again = f" {RESTARTS + 1} times{self._lately(name)}" if self._restarted_at[name] else ""
-        reason = f"{name} ended unexpectedly{again} ({child.how_it_ended}); last lines of {child.log}:"
+        reason = f"{name} ended unexpectedly{again} ({child.how_it_ended}); last lines of {self._logs / name}.log:"
         self._finish(EXIT_FAILED, f"{reason}\n{child.last_lines() or '(nothing was written)'}")
 
     def _start_again(self, child: Child) -> bool:

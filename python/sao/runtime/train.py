@@ -73,6 +73,27 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False, alon
     return outcome.exit_code
 
 
+def value_pretraining(config: Config) -> Config:
+    """The run that pretrains a critic for `config`: same model, environment, sampling, batch and frozen set.
+
+    Its name is that of the run with `-critic` behind it, so it has a folder of its own. Targets are returns
+    (`lambda_critic = 1`), the start policy does not change, there are no held-out evaluations. Raises `ConfigError` for
+    an estimator without a critic.
+    """
+    data = config.model_dump(mode="json")
+    steps = config.value_pretraining.steps
+    data["run"] |= {
+        "task": "pretrain_value",
+        "name": config.run.name + "-critic",
+        "steps": steps,
+        "target_success": None,
+    }
+    data["algorithm"] |= {"lambda_critic": 1.0, "advantage_values": "before", "whiten_advantages": False}
+    data["learner"] |= {"critic_warmup_steps": 0 if not config.algorithm.has_critic else steps, "save_every_steps": 0}
+    data["eval"] |= {"every_steps": 0}
+    return configuration.parse(data)
+
+
 def _run(
     config: Config,
     run_folder: Path,

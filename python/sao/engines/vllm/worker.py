@@ -16,9 +16,7 @@ import atexit
 import gc
 import logging
 import os
-import select
 import shutil
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +39,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from sao.engines.vllm.process import BACKEND, FOLDER_PREFIX, FOLDER_VARIABLE, PARENT_VARIABLE
 from sao.errors import WeightsError
+from sao.storage import parent_death
 from sao.transport import weights
 from sao.transport.weights import WeightsRef
 
@@ -232,24 +231,10 @@ def _read_folder(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def die_with_generator() -> None:
     """Ends this process, and removes the engine's private folder, as soon as the generator process is gone.
 
-    vLLM ends its processes when it is shut down in order; this covers a generator that was killed. The thread sleeps on
-    a process descriptor, which, unlike a parent-death signal, does not depend on the thread that started this process.
+    vLLM ends its processes when it is shut down in order; this covers a generator that was killed.
     """
-    parent = os.environ.get(PARENT_VARIABLE)
-    if parent is None:
-        return
-    try:
-        descriptor = os.pidfd_open(int(parent))
-    except ProcessLookupError:
-        _end()
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-
-    def wait() -> None:
-        poller.poll()
-        _end()
-
-    threading.Thread(target=wait, name="die-with-generator", daemon=True).start()
+    if parent := os.environ.get(PARENT_VARIABLE):
+        parent_death.watch(int(parent), _end)
 
 
 def _end() -> None:
