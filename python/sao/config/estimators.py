@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from sao.config.run import Config
+from sao.config.sections import AlgorithmSection, EnvSection, LearnerSection, RunSection, Section, StalenessSection
 
 # Settings that only a critic reads.
 _OF_A_CRITIC = {
@@ -17,9 +14,10 @@ _OF_A_CRITIC = {
 }
 
 
-def faults(config: Config) -> list[str]:
+def faults(
+    run: RunSection, env: EnvSection, algorithm: AlgorithmSection, learner: LearnerSection, staleness: StalenessSection
+) -> list[str]:
     """All combinations of estimator, group, loss and critic that make no sense, one line each."""
-    algorithm, learner = config.algorithm, config.learner
     name, size, batch = algorithm.estimator, algorithm.group_size, learner.batch_trajectories
     wrong = {
         f"algorithm.group_size: {size} must be 1 with estimator = {name}: one rollout per task": size > 1
@@ -28,9 +26,9 @@ def faults(config: Config) -> list[str]:
         and name == "grpo",
         f"learner.batch_trajectories: {batch} must be a multiple of algorithm.group_size = {size}": batch % size > 0,
         "staleness.stale: drop would tear groups apart (algorithm.group_size > 1); use mask": size > 1
-        and config.staleness.stale == "drop",
+        and staleness.stale == "drop",
         "env.train_tasks: prompt_mean needs tasks that come again: set their number": name == "prompt_mean"
-        and config.env.train_tasks is None,
+        and env.train_tasks is None,
         f"algorithm.old_logprobs: recomputed needs policy_loss = ppo (got {algorithm.policy_loss}), the others take"
         " the rollout's": algorithm.old_logprobs == "recomputed" and algorithm.policy_loss != "ppo",
         f"learner.policy_passes: {learner.policy_passes} needs policy_loss = ppo (got {algorithm.policy_loss})": (
@@ -42,28 +40,27 @@ def faults(config: Config) -> list[str]:
             algorithm.positive_weight > 0 and algorithm.denominator == "kept"
         ),
         f"algorithm.baseline_window: has no effect with estimator = {name}": name not in ("running_mean", "prompt_mean")
-        and _changed(config, "algorithm", "baseline_window"),
+        and _changed(algorithm, "baseline_window"),
         f"algorithm.prompt_window: has no effect with estimator = {name}": name != "prompt_mean"
-        and _changed(config, "algorithm", "prompt_window"),
+        and _changed(algorithm, "prompt_window"),
     }
     found = [text for text, applies in wrong.items() if applies]
     if algorithm.has_critic:
-        if learner.value_loss == "mse" and _changed(config, "learner", "value_clip"):
+        if learner.value_loss == "mse" and _changed(learner, "value_clip"):
             found.append("learner.value_clip: has no effect with value_loss = mse")
         return found
     if learner.critic_warmup_steps:
         found.append(
             f"learner.critic_warmup_steps: {learner.critic_warmup_steps} must be 0 with estimator = {name}: no critic"
         )
-    if config.run.task == "pretrain_value":
+    if run.task == "pretrain_value":
         found.append(f"run.task: pretrain_value needs an estimator with a critic (got {name})")
-    for section, fields in _OF_A_CRITIC.items():
-        for field in fields:
-            if _changed(config, section, field):
+    for section, values in (("algorithm", algorithm), ("learner", learner)):
+        for field in _OF_A_CRITIC[section]:
+            if _changed(values, field):
                 found.append(f"{section}.{field}: has no effect with estimator = {name}, which has no critic")
     return found
 
 
-def _changed(config: Config, section: str, field: str) -> bool:
-    values = getattr(config, section)
-    return bool(getattr(values, field) != type(values).model_fields[field].default)
+def _changed(section: Section, field: str) -> bool:
+    return bool(getattr(section, field) != type(section).model_fields[field].default)

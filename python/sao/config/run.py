@@ -80,7 +80,11 @@ class Config(Section):
             f"generator.agents_bind: {host} is not a loopback address; set transport.allow_remote = true to permit it"
         ] = not is_loopback(host) and not self.transport.allow_remote
         found = [text for text, applies in wrong.items() if applies]
-        refuse(found + self._compaction_faults() + estimators.faults(self))
+        refuse(
+            found
+            + self._compaction_faults()
+            + estimators.faults(run, self.env, self.algorithm, learner, self.staleness)
+        )
         return self
 
     def prompt_of(self, ordinal: int) -> int:
