@@ -28,8 +28,8 @@ _EXPORTS = {
     "token_lags": "sao._core",
     "TrajectoryBuffer": "sao.embed.buffer",
     "advantages": "sao.algorithms.advantage",
-    "dis_loss": "sao.algorithms.dis",
-    "dis_weights": "sao.algorithms.dis",
+    "dis_loss": "sao.algorithms.policy_loss",
+    "dis_weights": "sao.algorithms.policy_loss",
     "Config": "sao.config",
     "Error": "sao.errors",
 }

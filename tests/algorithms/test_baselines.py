@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from sao.algorithms.grpo import group_advantages
-from sao.algorithms.running_mean import RewardWindows
+from sao.algorithms.baselines import RewardWindows, group_advantages
 from sao.errors import ValidationError
 
 

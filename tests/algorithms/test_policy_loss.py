@@ -5,11 +5,8 @@ import math
 import pytest
 import torch
 
-from sao.algorithms.dis import LossSums, dis_loss, dis_weights, log_ratio
 from sao.algorithms.logprob import token_entropies, token_logprobs
-from sao.algorithms.ppo import ppo_loss
-from sao.algorithms.tis import tis_loss
-from sao.algorithms.vapo import positive_loss
+from sao.algorithms.policy_loss import LossSums, dis_loss, dis_weights, log_ratio, positive_loss, ppo_loss, tis_loss
 
 MATH = {"eps_low": 0.3, "eps_high": 5.0}
 LOSSES = {

@@ -12,9 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sao.algorithms.dis import dis_loss
-from sao.algorithms.ppo import ppo_loss
-from sao.algorithms.whiten import whiten
+from sao.algorithms.advantage import whiten
+from sao.algorithms.policy_loss import dis_loss, ppo_loss
 
 Loss = Callable[..., Any]
 

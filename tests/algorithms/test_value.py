@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from sao.algorithms.advantage import whiten
 from sao.algorithms.value import clipped_value_loss, explained_variance, value_loss, value_moments
-from sao.algorithms.whiten import whiten
 
 F64 = torch.float64
 MASK = torch.tensor([1, 1, 0, 0, 1, 1], dtype=torch.bool)

@@ -6,7 +6,7 @@ import torch
 from learner.oracle import Oracle
 from learner.rollouts import make_config, make_segment, make_trajectory
 
-from sao.algorithms.dis import LOG_RATIO_LIMIT
+from sao.algorithms.policy_loss import LOG_RATIO_LIMIT
 from sao.learner.metrics import PolicySums
 from sao.learner.step import Learner
 

@@ -109,6 +109,22 @@ def advantages(
     return out, targets, lambdas  # type: ignore[return-value]
 
 
+def whiten(advantages: npt.NDArray[np.float32], action_mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
+    """Whitened advantages, off by default: not part of SAO, and it re-centres the credit that discounting has set.
+
+        A'_t = (A_t - mean) / (std + 1e-8)      mean and population std over all action tokens of the batch
+
+    advantages float32[n] of a whole batch, action_mask bool[n] -> float32[n], 0 at non-actions.
+
+    Statistics in float64 over the mask only: each sampled token counts once, however a rollout is cut into segments.
+    Fewer than two action tokens are returned unchanged.
+    """
+    chosen = advantages[action_mask].astype(np.float64)
+    out = np.zeros_like(advantages)
+    out[action_mask] = chosen if chosen.size < 2 else (chosen - chosen.mean()) / (chosen.std() + 1e-8)
+    return out
+
+
 def _plain(name: str, value: Any) -> npt.NDArray[Any]:
     """A 1-D array; a tensor on another device is refused rather than copied behind the caller's back."""
     if type(value).__module__.partition(".")[0] == "torch":

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sao.algorithms.policy_loss import wide
+
 
 @dataclass(frozen=True, slots=True)
 class ValueSums:
@@ -33,8 +35,7 @@ def value_loss(*, values: Tensor, targets: Tensor, mask: Tensor | None = None) -
     What values and targets hold outside the mask is never read.
     """
     mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
-    chosen = values[mask]
-    chosen = chosen if chosen.dtype == torch.float64 else chosen.float()
+    chosen = wide(values[mask])
     error = chosen - targets[mask].detach().to(chosen.dtype)
     return ValueSums((error * error).sum(), mask.sum())
 
@@ -57,8 +58,7 @@ def clipped_value_loss(
     gradient where the held value has the larger error.
     """
     mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
-    chosen = values[mask]
-    chosen = chosen if chosen.dtype == torch.float64 else chosen.float()
+    chosen = wide(values[mask])
     old, target = (tensor[mask].detach().to(chosen.dtype) for tensor in (old_values, targets))
     held = chosen.clamp(min=old - clip, max=old + clip)
     losses = torch.maximum((chosen - target).square(), (held - target).square())

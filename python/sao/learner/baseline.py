@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sao.algorithms.grpo import group_advantages
-from sao.algorithms.running_mean import RewardWindows
+from sao.algorithms.baselines import RewardWindows, group_advantages
 from sao.config import Config
 from sao.learner.batch import Batch
 

@@ -36,7 +36,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sao.algorithms.dis import log_ratio
+from sao.algorithms.policy_loss import log_ratio
 from sao.algorithms.value import explained_variance
 from sao.learner.batch import Batch
 

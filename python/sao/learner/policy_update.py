@@ -1,6 +1,6 @@
 """The policy's part of a step: one update (several for PPO) on the sum of token losses, divided once.
 
-    policy <- one optimizer step on  -sum f(r) adv log pi / action tokens of the batch        (SAO; `algorithms.dis`)
+    policy <- one optimizer step on  -sum f(r) adv log pi / action tokens of the batch        (SAO; `algorithms.policy_loss`)
 
 A token older than `max_lag` has no policy gradient but stays in the denominator.
 """
@@ -14,10 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sao.algorithms.dis import LossSums, dis_loss
-from sao.algorithms.ppo import ppo_loss
-from sao.algorithms.tis import tis_loss
-from sao.algorithms.vapo import positive_loss
+from sao.algorithms.policy_loss import LossSums, dis_loss, positive_loss, ppo_loss, tis_loss
 from sao.config import Config
 from sao.learner.batch import Batch, MicroBatch
 from sao.learner.metrics import PolicySums

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sao.algorithms.whiten import whiten
+from sao.algorithms.advantage import whiten
 from sao.config import Config
 from sao.errors import LearnerError
 from sao.learner.attention import choose
