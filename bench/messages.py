@@ -22,7 +22,8 @@ import numpy as np
 import zmq
 from common import report
 
-from sao.transport import Actor, Client, Reply, Request, keys
+from sao.transport import Actor, Client, Request, keys
+from sao.transport.messages import FinishedRollout, Welcome
 
 SIZES = {64: 1.0, 13_000: 0.1, 426_000: 0.01}  # bytes -> share of the messages: a number, 1000 and 32,768 tokens
 ENDPOINT = "tcp://127.0.0.1:0"
@@ -34,21 +35,20 @@ def serve_sao(pipe: Any, folder: Path | None) -> None:
     """Counts what arrives, each number once, until the sender leaves."""
     seen, repeated = set(), 0
 
-    def take(request: Request) -> Reply:
+    def take(request: Request[FinishedRollout]) -> None:
         nonlocal repeated
-        number = request.body["number"]
+        number = bytes(request.message.frames[0])
         repeated += number in seen
         seen.add(number)
-        return Reply()
 
     actor = Actor(
         ENDPOINT,
-        on_join=lambda peer: {"version": 0, "weights": None},
+        on_join=lambda peer: Welcome(),
         on_leave=lambda peer, reason: actor.stop(),
         peer_timeout_s=120.0,
         keys=keys.server_keys(folder, ENDPOINT),
     )
-    actor.on("trajectory", take)
+    actor.on(FinishedRollout, take)
     pipe.send(actor.endpoint)
     begin = time.process_time()
     actor.run()
@@ -64,11 +64,11 @@ def send_sao(endpoint: str, count: int, payload: bytes, folder: Path | None) -> 
         trips = np.empty(ROUND_TRIPS)
         for number in range(ROUND_TRIPS):
             begin = time.perf_counter()
-            client.send("trajectory", {"number": number}, (payload,)).result(60)
+            client.send(FinishedRollout(frames=(b"%d" % number, payload))).result(60)
             trips[number] = time.perf_counter() - begin
         begin, cpu = time.perf_counter(), time.process_time()
         for number in range(ROUND_TRIPS, ROUND_TRIPS + count):
-            client.send("trajectory", {"number": number}, (payload,))
+            client.send(FinishedRollout(frames=(b"%d" % number, payload)))
         client.flush(LIMIT_S)
         return time.perf_counter() - begin, trips, time.process_time() - cpu
 

@@ -21,6 +21,7 @@ from sao.config import Config, load_resolved, save
 from sao.errors import Error
 from sao.trajectory import encode_frames, split_frames
 from sao.transport import Client, Message, private_folder
+from sao.transport.messages import Stop
 
 
 class Process:
@@ -82,7 +83,7 @@ class Peer:
 
     def join(self, **hello: Any) -> Any:
         """Joins within 20 s."""
-        self.welcome = self.client.connect(20, **hello)
+        self.welcome = self.client.connect(20, **hello).body
         return self
 
     def call(self, kind: str, body: dict[str, Any] | None = None, deadline_s: float = 20.0) -> Message:
@@ -113,7 +114,7 @@ class Generator(Peer):
 
     def close(self) -> None:
         """Leaves."""
-        self.pushes.put(Message("stop", {"reason": "test"}))
+        self.pushes.put(Stop("test"))
         self._thread.join(10)
         assert not self._thread.is_alive()
         self.client.close()

@@ -167,7 +167,7 @@ def test_a_late_joiner_knows_version_and_weights_at_once(tmp_path: Path) -> None
         until(lambda: generator.version == 3)
         late = Watcher(endpoint, cfg).join()
         assert late.welcome["version"] == 3
-        assert late.welcome["weights"] == {"version": 3, "path": "/w/3", "fingerprint": "f3"}
+        assert late.welcome["weights"] == {"version": 3, "path": "/w/3", "fingerprint": "f3", "source": ""}
         assert [body["step"] for body in (late.wait("step", n) for n in (1, 2, 3))] == [1, 2, 3]  # kept for it
         for peer in (generator, learner.client, late.client):
             peer.close()

@@ -124,7 +124,7 @@ class Broker:
             self.left.append(reason)
             self._news.notify_all()
 
-    def _take(self, request: Incoming) -> Answer:
+    def _take(self, request: Incoming[Any]) -> Answer:
         with self._news:
             self.got.append((request.message.kind, request.body))
             if request.message.kind == "trajectory":

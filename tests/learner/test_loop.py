@@ -17,7 +17,7 @@ from sao.learner.world import World
 from sao.storage import failpoints as faults
 from sao.storage.checkpoints import Ordinals
 from sao.trajectory import encode
-from sao.transport.messages import Message
+from sao.transport.messages import Ack, Batch, Stop
 from sao.transport.weights import WeightsRef, load
 
 WORLD = World.alone()
@@ -33,13 +33,13 @@ class Broker:
         self.calls.append((kind, body))
         future = Future()
         if kind in ("commit", "event"):
-            future.set_result(Message("ack", {}))
+            future.set_result(Ack())
             return future
         answer = self.script.pop(0)
         if isinstance(answer, Exception):
             future.set_exception(answer)
         elif answer == "stop":
-            future.set_result(Message("stop", {"reason": "test"}))
+            future.set_result(Stop("test"))
         elif callable(answer):
             answer(future)
         else:
@@ -54,7 +54,7 @@ class Broker:
 def batch_message(trajectories, version, lease=1):
     frames = [frame for trajectory in trajectories for frame in encode(trajectory)]
     ordinals = [1000 * lease + t.task_ordinal for t in trajectories]  # no task comes twice
-    return Message("batch", {"lease": lease, "version": version, "ordinals": ordinals}, tuple(frames))
+    return Batch(lease, version, tuple(ordinals), (1,) * len(ordinals), frames=tuple(frames))
 
 
 def rollouts(version, count=3):
@@ -138,7 +138,7 @@ def test_a_batch_for_another_version_or_of_other_bytes_is_refused(setup):
     with pytest.raises(LearnerError, match="at version 4, learner at 0"):
         actor.train(config, learner, WORLD, Broker((rollouts(0), 4)), checkpoints)
     with pytest.raises(WireError):
-        answer = Message("batch", {"lease": 1, "version": 0, "ordinals": [0]}, (b"x" * 64, b"y" * 64))
+        answer = Batch(1, 0, (0,), (1,), frames=(b"x" * 64, b"y" * 64))
         actor.train(config, learner, WORLD, Broker(lambda future: future.set_result(answer)), checkpoints)
     assert learner.steps == 0
 

@@ -14,7 +14,7 @@ import pytest
 
 from sao.config import parse
 from sao.runtime import supervisor
-from sao.transport.messages import Message
+from sao.transport.messages import StepReport
 
 SCRIPT = Path(__file__).with_name("run_supervisor.py")
 LIMIT_S = 30.0
@@ -253,7 +253,7 @@ def test_who_dies_at_the_same_step_each_time_is_not_started_for_ever(tmp_path, m
         for _ in range(times):
             now += supervisor.RESTART_WINDOW_S  # slower than the limit on starts lately
             run._last_step = 0  # it went back
-            run._on_push(Message("step", {"step": step, "metrics": {}}))
+            run._on_push(StepReport(step, {}))
             now += 1.0
             answers.append(run._may_restart(name))
         return answers

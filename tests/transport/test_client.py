@@ -17,10 +17,12 @@ from typing import Any
 import psutil
 import pytest
 import zmq
-from transport.line import Server, client_of, serving, until
+from transport.peers import Server, client_of, serving, until
 
 from sao.errors import ClosedError, DeadlineError, TransportError, WireError
-from sao.transport import Message, private_folder
+from sao.transport import private_folder
+from sao.transport.encoding import encode
+from sao.transport.messages import Bye, Event, FinishedRollout, Hello, Message, Slots, Take, Welcome
 
 
 def test_eight_threads_send_ten_thousand_messages_through_one_client() -> None:
@@ -29,8 +31,8 @@ def test_eight_threads_send_ten_thousand_messages_through_one_client() -> None:
         wrong: list[Any] = []
 
         def work(first: int) -> None:
-            futures = [(n, client.call("slots", {"free": n}, deadline_s=50)) for n in range(first, first + 1250)]
-            wrong.extend(n for n, future in futures if future.result(50).body["reason"] != str(n))
+            futures = [(n, client.call(Slots(n), deadline_s=50)) for n in range(first, first + 1250)]
+            wrong.extend(n for n, future in futures if future.result(50).reason != str(n))
 
         threads = [threading.Thread(target=work, args=(i * 1250,)) for i in range(8)]
         for thread in threads:
@@ -38,7 +40,7 @@ def test_eight_threads_send_ten_thousand_messages_through_one_client() -> None:
         for thread in threads:
             thread.join(60)
         assert wrong == []
-        assert sorted(body["free"] for body in server.got) == list(range(10_000))
+        assert sorted(message.free for message in server.got) == list(range(10_000))
         assert client.pending == 0
 
 
@@ -48,19 +50,19 @@ def test_a_timeout_leaves_the_client_usable() -> None:
         server.delay_s = 0.6
         start = time.monotonic()
         with pytest.raises(DeadlineError, match=r"slots: no answer from ipc://.* within 0\.3 s"):
-            client.call("slots", {"free": 1}, deadline_s=0.3).result()
+            client.call(Slots(1), deadline_s=0.3).result()
         assert 0.3 <= time.monotonic() - start < 5
         server.delay_s = 0.0
-        assert client.call("slots", {"free": 2}, deadline_s=5).result().body["reason"] == "2"
+        assert client.call(Slots(2), deadline_s=5).result().reason == "2"
 
 
 def test_a_call_that_was_given_up_is_cancelled_at_the_other_end() -> None:
     with serving() as server, client_of(server, role="learner") as client:
         client.connect(5)
         with pytest.raises(DeadlineError):
-            client.call("take", {"n": 1}, deadline_s=0.1).result()
+            client.call(Take(1), deadline_s=0.1).result()
         until(lambda: server.cancelled == [2])
-        assert client.call("take", {"n": 1}).cancel()
+        assert client.call(Take(1)).cancel()
         until(lambda: server.cancelled == [2, 3])
         assert client.pending == 0
 
@@ -80,7 +82,7 @@ def test_close_fails_all_waiters_and_later_calls() -> None:
     with serving() as server:
         client = client_of(server, role="learner")
         client.connect(5)
-        waiting = [client.call("take", {"n": 1}) for _ in range(3)]
+        waiting = [client.call(Take(1)) for _ in range(3)]
         start = time.monotonic()
         client.close()
         for future in waiting:
@@ -88,7 +90,7 @@ def test_close_fails_all_waiters_and_later_calls() -> None:
                 future.result(10)
         assert time.monotonic() - start < 10
         with pytest.raises(ClosedError):
-            client.call("slots", {"free": 1})
+            client.call(Slots(1))
         client.close()
         until(lambda: server.left == [("c:0", "said goodbye")])
 
@@ -102,17 +104,17 @@ def test_a_sender_that_leaves_at_once_has_delivered_all(high_water: int, monkeyp
         with client_of(server, peer_timeout_s=30.0) as client:
             client.connect(5)
             for n in range(128):
-                client.send("trajectory", {"n": n}, [b"h", bytes([n]) * 28_000])
+                client.send(FinishedRollout(frames=(b"%d" % n, bytes([n]) * 28_000)))
             client.flush(30)
-        assert sorted(got["n"] for got in server.got) == list(range(128))
-        assert all(got["frames"][1] == bytes([got["n"]]) * 28_000 for got in server.got)
+        assert sorted(int(number) for number, _ in server.got) == list(range(128))
+        assert all(payload == bytes([int(number)]) * 28_000 for number, payload in server.got)
 
 
 def test_flush_says_what_was_not_delivered() -> None:
     with serving() as server, client_of(server) as client:
         client.connect(5)
         server.delay_s = 0.4
-        futures = [client.send("slots", {"free": n}) for n in range(5)]
+        futures = [client.send(Slots(n)) for n in range(5)]
         with pytest.raises(DeadlineError, match=r"5 messages \(slots\) not acknowledged by ipc://.* within 0\.1 s"):
             client.flush(0.1)
         client.flush(10)
@@ -123,13 +125,13 @@ def test_silence_of_the_broker_fails_waiters_and_calls_back_once() -> None:
     lost: list[Exception] = []
     with serving() as server, client_of(server, role="learner", on_lost=lost.append, peer_timeout_s=1.0) as client:
         client.connect(5)
-        future = client.call("take", {"n": 1})
+        future = client.call(Take(1))
         server.delay_s = 3.0
-        client.send("slots", {"free": 1})
+        client.send(Slots(1))
         with pytest.raises(TransportError, match=r"broker silent for 1\.\d s"):
             future.result(3)
         with pytest.raises(TransportError, match="silent"):
-            client.call("slots", {"free": 2})
+            client.call(Slots(2))
         assert len(lost) == 1
         assert client.lost is lost[0]
 
@@ -140,10 +142,7 @@ def test_silence_of_a_peer_is_noticed() -> None:
         dealer = context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.IDENTITY, b"generator:mute:0")
         dealer.connect(server.actor.endpoint)
-        from sao.transport.messages import encode
-
-        hello = {"role": "generator", "name": "mute", "incarnation": 0, "nonce": "n"}
-        dealer.send_multipart(encode(Message("hello", hello, seq=1), 1 << 20))
+        dealer.send_multipart(encode(Hello("generator", "mute", 0, nonce="n"), 1 << 20, seq=1))
         until(lambda: server.joined)
         until(lambda: server.left)
         assert server.left[0][0] == "mute:0"
@@ -172,10 +171,10 @@ def test_pushes_arrive_once_and_are_acknowledged() -> None:
         client.connect(5)
         peer = server.joined[0]
         for n in range(500):
-            server.push(peer, "event", {"level": "info", "text": str(n)})
+            server.push(peer, Event("info", str(n)))
         until(lambda: len(pushed) >= 500)
         until(lambda: server.in_loop(lambda: peer.link.waiting) == 0)
-        assert [m.body["text"] for m in pushed] == [str(n) for n in range(500)]
+        assert [m.text for m in pushed] == [str(n) for n in range(500)]
 
 
 def test_one_that_acknowledges_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,9 +183,7 @@ def test_one_that_acknowledges_nothing_is_given_up(monkeypatch: pytest.MonkeyPat
         client.connect(5)
         peer = server.joined[0]
         monkeypatch.setattr(client, "_post", lambda *a, **k: None)  # no acknowledgements, no heartbeats
-        server.in_loop(
-            lambda: [server.actor.mailbox.push(peer, "event", {"level": "info", "text": "x"}) for _ in range(20)]
-        )
+        server.in_loop(lambda: [server.actor.mailbox.push(peer, Event("info", "x")) for _ in range(20)])
         assert not server.left  # not in the middle of a decision
         until(lambda: server.left)
         assert "does not acknowledge" in server.left[0][1]
@@ -198,9 +195,9 @@ def test_a_push_callback_that_fails_does_not_end_the_client(caplog: pytest.LogCa
 
     with serving() as server, client_of(server, on_push=broken) as client:
         client.connect(5)
-        server.push(server.joined[0], "event", {"level": "info", "text": "x"})
+        server.push(server.joined[0], Event("info", "x"))
         until(lambda: "on_push failed" in caplog.text)
-        client.call("slots", {"free": 1}, deadline_s=5).result()
+        client.call(Slots(1), deadline_s=5).result()
 
 
 def test_a_new_incarnation_fences_the_old_one() -> None:
@@ -214,17 +211,17 @@ def test_a_new_incarnation_fences_the_old_one() -> None:
             assert server.left == [("g0:0", "fenced by incarnation 1")]
             with client_of(server, "g0", incarnation=0) as late, pytest.raises(TransportError, match="is fenced"):
                 late.connect(5)
-            new.call("slots", {"free": 1}, deadline_s=5).result()
+            new.call(Slots(1), deadline_s=5).result()
 
 
 def test_a_new_process_of_the_same_incarnation_replaces_the_old_one() -> None:
     with serving() as server:
         old = client_of(server, "g0")
         old.connect(5)
-        old.call("slots", {"free": 1}, deadline_s=5).result()
+        old.call(Slots(1), deadline_s=5).result()
         with client_of(server, "g0") as new:
             new.connect(5)
-            assert new.call("slots", {"free": 2}, deadline_s=5).result().body["reason"] == "2"
+            assert new.call(Slots(2), deadline_s=5).result().reason == "2"
         old.close()
 
 
@@ -234,7 +231,7 @@ def test_one_that_was_given_up_is_told_to_leave() -> None:
         client.connect(5)
         server.in_loop(lambda: server.actor.mailbox.drop(server.joined[0], "test"))
         with pytest.raises(TransportError, match="join again"):
-            client.call("slots", {"free": 1}, deadline_s=5).result()
+            client.call(Slots(1), deadline_s=5).result()
         until(lambda: lost)
 
 
@@ -244,13 +241,13 @@ def test_a_greeting_in_anothers_name_is_refused() -> None:
         liar.name = "g0"
         with pytest.raises(TransportError, match="from another peer"):
             liar.connect(5)
-        client.call("slots", {"free": 1}, deadline_s=5).result()
+        client.call(Slots(1), deadline_s=5).result()
 
 
 def test_refused_greetings_name_the_reason() -> None:
     with serving() as server:
 
-        def refuse(peer: Any) -> dict[str, Any]:
+        def refuse(peer: Any) -> Welcome:
             raise TransportError("role 'x' is unknown")
 
         server.actor.mailbox._on_join = refuse
@@ -262,12 +259,12 @@ def test_refused_greetings_name_the_reason() -> None:
 def test_a_refusal_that_repeats_a_long_greeting_is_cut_and_the_others_go_on() -> None:
     with serving() as server:
 
-        def refuse(peer: Any) -> dict[str, Any]:
-            raise WireError(f"hello.tasks: expected a list, got {peer.hello['tasks']!r}")
+        def refuse(peer: Any) -> Welcome:
+            raise WireError(f"hello.tasks: expected a list, got {peer.hello.tasks!r}")
 
         server.actor.mailbox._on_join = refuse
-        with client_of(server) as client, pytest.raises(WireError, match=r"got \[False, False, ") as raised:
-            client.connect(5, tasks=[False] * 900_000)  # a byte each as sent, seven as text
+        with client_of(server) as client, pytest.raises(WireError, match=r"got \(\(0, 0\), ") as raised:
+            client.connect(5, tasks=((0, 0),) * 300_000)  # three bytes each as sent, eight as text
         assert len(str(raised.value)) == 4096
         server.actor.mailbox._on_join = server._join
         with client_of(server) as client:
@@ -277,17 +274,17 @@ def test_a_refusal_that_repeats_a_long_greeting_is_cut_and_the_others_go_on() ->
 def test_wrong_messages_are_answered_and_the_connection_lives() -> None:
     with serving(max_message_bytes=1 << 16) as server, client_of(server, max_message_bytes=1 << 16) as client:
         client.connect(5)
-        for kind, body, text in [
-            ("dance", {}, "unknown message kind 'dance'"),
-            ("slots", {"free": "x"}, r"slots\.free: expected int, got str"),
-            ("take", {"n": 1}, "'take' is not accepted from a generator"),
+        for message, text in [
+            (Slots("x"), r"slots\.free: expected int, got str"),  # type: ignore[arg-type]
+            (Slots(-1), r"slots\.free: expected int >= 0, got -1"),
+            (Take(1), "'take' is not accepted from a generator"),
         ]:
             with pytest.raises(WireError, match=text):
-                client.call(kind, body, deadline_s=5).result()
-        with pytest.raises(WireError, match="frame 0 of 65537 bytes exceeds"):
-            client.call("trajectory", {}, [bytes((1 << 16) + 1)])
+                client.call(message, deadline_s=5).result()
+        with pytest.raises(WireError, match="frame 1 of 65537 bytes exceeds"):
+            client.call(FinishedRollout(frames=(b"", bytes((1 << 16) + 1))))
         assert client.pending == 0
-        client.call("trajectory", {}, [bytes(1 << 16)], deadline_s=5).result()
+        client.call(FinishedRollout(frames=(b"", bytes(1 << 16))), deadline_s=5).result()
 
 
 def test_rubbish_is_counted_and_ignored(tmp_path: Path) -> None:
@@ -314,7 +311,7 @@ def test_rubbish_is_counted_and_ignored(tmp_path: Path) -> None:
                 with socket.create_connection(("127.0.0.1", port), timeout=5) as raw:
                     raw.sendall(data)
             dealer.send(bytes((1 << 16) + 1))  # over MAXMSGSIZE: that connection is closed by the library
-            assert client.call("slots", {"free": 1}, deadline_s=5).result().body["reason"] == "1"
+            assert client.call(Slots(1), deadline_s=5).result().reason == "1"
             assert not marker.exists()
             assert len(server.actor.mailbox.peers) == 1
     finally:
@@ -329,7 +326,7 @@ def test_a_forked_child_gets_an_error_and_can_make_its_own() -> None:
         child = os.fork()
         if child == 0:
             try:
-                client.call("slots", {"free": 1})
+                client.call(Slots(1))
             except TransportError as error:
                 os.write(write, str(error).encode())
             finally:
@@ -340,7 +337,7 @@ def test_a_forked_child_gets_an_error_and_can_make_its_own() -> None:
             text = pipe.read()
         assert os.waitpid(child, 0)[1] == 0
         assert "make a new one after fork" in text
-        assert client.call("slots", {"free": 2}, deadline_s=5).result().body["reason"] == "2"
+        assert client.call(Slots(2), deadline_s=5).result().reason == "2"
 
 
 def test_any_order_of_start_works_and_the_version_is_known_at_once() -> None:
@@ -359,7 +356,7 @@ def test_any_order_of_start_works_and_the_version_is_known_at_once() -> None:
         def join(name: str, delay_s: float, endpoint: str = endpoint, results: list[int] = results) -> None:
             time.sleep(delay_s)
             with client_of(endpoint, name) as client:
-                results.append(client.connect(20)["version"])
+                results.append(client.connect(20).version)
 
         threads = [threading.Thread(target=serve, args=(rng.uniform(0, 0.05),))]
         threads += [threading.Thread(target=join, args=(f"g{i}", rng.uniform(0, 0.05))) for i in range(3)]
@@ -380,17 +377,14 @@ def test_two_thousand_short_lived_peers_leave_nothing_behind() -> None:
     with serving(peer_timeout_s=30.0) as server:
         context: zmq.Context = zmq.Context()
         sizes: list[tuple[int, int]] = []
-        from sao.transport.messages import encode
-
         for n in range(2000):
             dealer = context.socket(zmq.DEALER)
             dealer.setsockopt(zmq.IDENTITY, f"generator:g{n}:0".encode())
             dealer.connect(server.actor.endpoint)
-            hello = {"role": "generator", "name": f"g{n}", "incarnation": 0, "nonce": str(n)}
-            dealer.send_multipart(encode(Message("hello", hello, seq=1), 1 << 20))
+            dealer.send_multipart(encode(Hello("generator", f"g{n}", 0, nonce=str(n)), 1 << 20, seq=1))
             assert dealer.poll(5000)
             dealer.recv_multipart()
-            dealer.send_multipart(encode(Message("bye"), 1 << 20))
+            dealer.send_multipart(encode(Bye(), 1 << 20))
             dealer.close(linger=1000)
             server.joined.clear()
             server.left.clear()
@@ -455,14 +449,14 @@ def test_the_last_answer_survives_a_lost_connection() -> None:
             client.connect(5)
             futures: list[Future[Message]] = []
             for n in range(60):
-                futures.append(client.send("slots", {"free": n}))
+                futures.append(client.send(Slots(n)))
                 if n % 10 == 5:
                     for line in lines:
                         with_shutdown(line)
                     lines.clear()
                 time.sleep(0.01)
-            assert [f.result(15).body["reason"] for f in futures] == [str(n) for n in range(60)]
-            assert sorted(body["free"] for body in server.got) == list(range(60))
+            assert [f.result(15).reason for f in futures] == [str(n) for n in range(60)]
+            assert sorted(message.free for message in server.got) == list(range(60))
     finally:
         cut.set()
         listener.close()

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import zmq
-from transport.line import Server, client_of, until
+from transport.peers import Server, client_of, until
 
 from sao.errors import ConfigError, DeadlineError, Error, TransportError
-from sao.transport import Client, Message, keys
-from sao.transport.messages import encode
+from sao.transport import Client, keys
+from sao.transport.encoding import encode
+from sao.transport.messages import Ack, FinishedRollout, Slots
 
 TCP = "tcp://127.0.0.1:0"
 
@@ -101,7 +102,7 @@ def test_owners_of_known_keys_work_together(server: Server, folder: Path) -> Non
     for role, name in (("generator", "g0"), ("learner", "learner"), ("visitor", "v")):
         with known(server, folder, role, name) as client:
             client.connect(5)
-            assert client.call("slots", {"free": 3}, deadline_s=5).result().body["reason"] == "3"
+            assert client.call(Slots(3), deadline_s=5).result().reason == "3"
     assert [peer.key for peer in server.joined] == ["generator", "learner", "generator"]
 
 
@@ -207,11 +208,11 @@ def test_an_unauthenticated_peer_injects_nothing(server: Server, folder: Path, t
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         socket.connect(server.actor.endpoint)
         for _ in range(20):
-            socket.send_multipart([bytes(f) for f in encode(Message("trajectory", {}, (b"h", b"p"), seq=99), 1 << 20)])
+            socket.send_multipart([bytes(f) for f in encode(FinishedRollout(frames=(b"h", b"p")), 1 << 20, seq=99)])
         assert not socket.poll(500)
         context.destroy(linger=0)
         assert server.got == []
-        assert client.call("trajectory", {}, (b"a", b"b"), deadline_s=5).result().body["accepted"]
+        assert client.call(FinishedRollout(frames=(b"a", b"b")), deadline_s=5).result() == Ack()
         assert len(server.got) == 1
 
 
@@ -222,7 +223,7 @@ def test_another_key_that_takes_an_identity_has_not_joined(server: Server, folde
         mine = keys.client_keys(folder, TCP, "generator", "g7")
         thief = client_of(server, "g0", keys=mine)
         with thief, pytest.raises(TransportError, match="has not joined"):
-            thief.call("trajectory", {}, (b"h", b"p"), deadline_s=5).result()
+            thief.call(FinishedRollout(frames=(b"h", b"p")), deadline_s=5).result()
     assert server.got == []
 
 
@@ -251,10 +252,10 @@ def test_what_is_sent_cannot_be_read_on_the_way(server: Server, folder: Path) ->
     mine = keys.client_keys(folder, endpoint, "generator", "g0")
     with client_of(endpoint, "g0", keys=mine) as client:
         client.connect(5)
-        client.call("trajectory", {"marker": "plaintext"}, (b"secret-tokens",), deadline_s=5).result()
+        client.call(FinishedRollout(frames=(b"plaintext", b"secret-tokens")), deadline_s=5).result()
     until(lambda: server.left)
     listener.close()
-    assert server.got[0]["marker"] == "plaintext"
+    assert server.got[0][0] == b"plaintext"
     assert len(seen) > 500 and b"plaintext" not in seen and b"secret-tokens" not in seen and b"hello" not in seen
 
 

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
+from sao.transport.encoding import Received, decode, encode
 from sao.transport.link import WINDOW, Link
-from sao.transport.messages import Message, decode, encode
+from sao.transport.messages import Ack, Slots
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -15,16 +16,16 @@ def test_exactly_once_over_a_bad_line(seed: int) -> None:
     rng = random.Random(seed)
     sender, receiver = Link(1.0), Link(1.0)
     now, worked, answered = 0.0, [], set()
-    to_receiver: list[Message] = []
-    to_sender: list[Message] = []
+    to_receiver: list[Received] = []
+    to_sender: list[Received] = []
 
-    def line(queue: list[Message], message: Message) -> None:
+    def line(queue: list[Received], message: Received) -> None:
         for _ in range(rng.choice([0, 1, 1, 2])):
             queue.insert(rng.randrange(len(queue) + 1), message)
 
     for i in range(200):
         seq = sender.number()
-        wire = encode(Message("slots", {"free": i}, seq=seq, low=sender.low), 1 << 20)
+        wire = encode(Slots(i), 1 << 20, seq=seq, low=sender.low)
         sender.sent(seq, wire, now)
         line(to_receiver, decode(wire, 1 << 20))
     for _ in range(10_000):
@@ -34,15 +35,16 @@ def test_exactly_once_over_a_bad_line(seed: int) -> None:
         for wire in sender.due(now):
             line(to_receiver, decode(wire, 1 << 20))
         while to_receiver:
-            message = to_receiver.pop()
-            if receiver.fresh(message):
-                worked.append(message.body["free"])
-                receiver.answered(message.seq, encode(Message("ack", re=message.seq), 1 << 20))
-            kept = receiver.answer(message.seq)
+            received = to_receiver.pop()
+            seq = received.header.seq
+            if receiver.fresh(seq, received.header.low):
+                worked.append(received.message().free)
+                receiver.answered(seq, encode(Ack(), 1 << 20, re=seq))
+            kept = receiver.answer(seq)
             if kept is not None:
                 line(to_sender, decode(kept, 1 << 20))
         while to_sender:
-            answer = to_sender.pop()
+            answer = to_sender.pop().header
             answered.add(answer.re)
             sender.settle(answer.re)
     assert sorted(worked) == list(range(200))
@@ -53,20 +55,20 @@ def test_exactly_once_over_a_bad_line(seed: int) -> None:
 def test_answers_are_forgotten_when_the_sender_has_them() -> None:
     receiver = Link(1.0)
     for seq in range(1, 1001):
-        assert receiver.fresh(Message("slots", seq=seq, low=max(1, seq - 3)))
+        assert receiver.fresh(seq, max(1, seq - 3))
         receiver.answered(seq, [b"x"])
     assert receiver.remembered <= 4
-    assert not receiver.fresh(Message("slots", seq=5, low=5))  # long ago: neither worked on nor answered again
+    assert not receiver.fresh(5, 5)  # long ago: neither worked on nor answered again
     assert receiver.answer(5) is None
 
 
 def test_a_message_that_is_worked_on_is_not_started_again() -> None:
     receiver = Link(1.0)
-    assert receiver.fresh(Message("take", seq=1))
-    assert not receiver.fresh(Message("take", seq=1))
+    assert receiver.fresh(1, 0)
+    assert not receiver.fresh(1, 0)
     assert receiver.answer(1) is None
     receiver.answered(1, [b"batch"])
-    assert not receiver.fresh(Message("take", seq=1))
+    assert not receiver.fresh(1, 0)
     assert receiver.answer(1) == [b"batch"]
 
 
@@ -80,7 +82,7 @@ def test_memory_is_bounded_on_both_ends() -> None:
     assert not sender.settle(1)
     assert sender.open
     for seq in range(1, 3 * WINDOW):  # a sender that never says what it has
-        receiver.fresh(Message("slots", seq=seq))
+        receiver.fresh(seq, 0)
     assert receiver.remembered == 2 * WINDOW
 
 

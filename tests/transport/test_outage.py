@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transport.line import Server, until
+from msgspec.structs import replace
+from transport.peers import Server, until
 
 from sao.errors import TransportError
-from sao.transport import Client, Message, private_folder
+from sao.transport import Client, private_folder
+from sao.transport.messages import Ack, Message, Slots, Stats, Stop, Take, Welcome
 
 TIMES = {"heartbeat_s": 0.1, "peer_timeout_s": 1.0}
 
@@ -31,15 +33,15 @@ def endpoint() -> Any:
 
 def test_a_broker_that_was_started_again_gets_what_is_unanswered_and_pushes_are_counted_anew(endpoint: str) -> None:
     pushes: list[Message] = []
-    welcomes: list[dict[str, Any]] = []
+    welcomes: list[Welcome] = []
     first = Server(endpoint).start()
     client = Client(
         endpoint,
         role="learner",
         name="learner",
         outage_s=20.0,
-        transient=frozenset({"stats"}),
-        on_greet=lambda: {"tasks": [[len(welcomes), 0]]},
+        transient=(Stats,),
+        on_greet=lambda hello: replace(hello, tasks=((len(welcomes), 0),)),
         on_rejoin=welcomes.append,
         on_push=pushes.append,
         **TIMES,
@@ -47,22 +49,22 @@ def test_a_broker_that_was_started_again_gets_what_is_unanswered_and_pushes_are_
     try:
         client.connect(5, step=3)
         for number in range(3):
-            first.push(first.joined[0], "stop", {"reason": f"first {number}"})
+            first.push(first.joined[0], Stop(f"first {number}"))
         until(lambda: len(pushes) == 3)
-        waiting = client.call("take", {"n": 4})  # never answered by this one
+        waiting = client.call(Take(4))  # never answered by this one
         first.stop()
-        stale = client.send("stats", {})
-        sent = [client.send("slots", {"free": number}) for number in range(20)]
+        stale = client.send(Stats())
+        sent = [client.send(Slots(number)) for number in range(20)]
         second = Server(endpoint, **TIMES)
         second.version = 8
         second.start()
-        assert [future.result(30).body["reason"] for future in sent] == [str(number) for number in range(20)]
-        assert welcomes[0]["version"] == 8 and stale.result(30).kind == "ack" and not waiting.done()
+        assert [future.result(30).reason for future in sent] == [str(number) for number in range(20)]
+        assert welcomes[0].version == 8 and stale.result(30) == Ack() and not waiting.done()
         (peer,) = second.joined
-        assert peer.hello["tasks"] == [[0, 0]] and peer.hello["step"] == 3
-        second.push(peer, "stop", {"reason": "second 0"})
+        assert peer.hello.tasks == ((0, 0),) and peer.hello.step == 3
+        second.push(peer, Stop("second 0"))
         until(lambda: len(pushes) == 4)
-        assert [message.body["reason"] for message in pushes][-1] == "second 0" and client.lost is None
+        assert [message.reason for message in pushes][-1] == "second 0" and client.lost is None
         second.stop()
     finally:
         client.close()
@@ -74,9 +76,9 @@ def test_a_peer_that_was_given_up_greets_again_in_the_same_session(endpoint: str
     try:
         client.connect(5)
         server.in_loop(lambda: server.actor.mailbox.drop(server.joined[0], "silent for a test"))
-        assert client.call("slots", {"free": 1}, deadline_s=30).result(30).body["reason"] == "1"
+        assert client.call(Slots(1), deadline_s=30).result(30).reason == "1"
         first, second = server.joined
-        assert first.hello["session"] == second.hello["session"] and first.hello["nonce"] != second.hello["nonce"]
+        assert first.hello.session == second.hello.session and first.hello.nonce != second.hello.nonce
     finally:
         client.close()
         server.stop()
@@ -97,7 +99,7 @@ def test_without_patience_or_after_it_the_broker_is_lost(endpoint: str) -> None:
 BROKER = """
 import sys
 sys.path.insert(0, sys.argv[2])
-from transport.line import Server
+from transport.peers import Server
 server = Server(sys.argv[1], heartbeat_s=0.1, peer_timeout_s=2.5)
 print("up", flush=True)
 server.actor.run()
@@ -115,11 +117,11 @@ def test_a_broker_that_stands_still_is_waited_for_and_gives_nobody_up(endpoint: 
         try:
             client.connect(30)
             os.kill(broker.pid, signal.SIGSTOP)
-            sent = [client.send("slots", {"free": number}) for number in range(10)]
+            sent = [client.send(Slots(number)) for number in range(10)]
             time.sleep(5.0)  # twice what a peer may be silent
             assert client.lost is None and client.pending == 10
             os.kill(broker.pid, signal.SIGCONT)
-            assert [future.result(30).body["reason"] for future in sent] == [str(number) for number in range(10)]
+            assert [future.result(30).reason for future in sent] == [str(number) for number in range(10)]
             assert rejoined == []
         finally:
             client.close()

@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import save_file
-from transport.line import client_of
+from transport.peers import client_of
 
 from sao.errors import TransportError, WeightsError
-from sao.transport import LATER, Reply, Request, keys, weight_bus
+from sao.transport import LATER, Request, keys, weight_bus
+from sao.transport.messages import Ack, Chunk, Message, Pull
 from sao.transport.reference import WeightsRef
 from sao.transport.weight_bus import Pulled, Puller, WeightsServer, source_of
 from sao.transport.weight_file import fingerprint_file
@@ -65,10 +67,10 @@ class Bus:
         options: dict[str, Any] = {"name": name, "incarnation": self.seen, "heartbeat_s": 0.1, "patience_s": patience_s}
         return pull(ref, self.local, target, **options)
 
-    def instead(self, change: Callable[[Request, Reply], Reply | None]) -> None:
+    def instead(self, change: Callable[[Request[Pull], Chunk], Message]) -> None:
         """Changes what the server answers."""
         real = self.server._pull
-        self.server._actor.on("pull", lambda request: change(request, real(request)))
+        self.server._actor.on(Pull, lambda request: change(request, real(request)))
 
     def files(self) -> list[str]:
         return sorted(path.name for path in self.local.iterdir())
@@ -111,7 +113,7 @@ def test_who_missed_versions_goes_to_the_newest_directly(bus: Bus) -> None:
 def test_what_is_being_pulled_is_served_although_it_is_replaced(bus: Bus) -> None:
     ref, later = bus.publish(1, size=40_000), iter(range(2, 9))
 
-    def slow(request: Request, reply: Reply) -> Reply:
+    def slow(request: Request[Pull], reply: Chunk) -> Message:
         if version := next(later, 0):
             bus.publish(version)
             for path in bus.published.iterdir():
@@ -128,12 +130,12 @@ def test_a_changed_byte_is_found_asked_for_again_and_named(bus: Bus, times: int)
     before = bus.pull(bus.publish(1))
     changed = [0]
 
-    def damage(request: Request, reply: Reply) -> Reply:
-        if request.body["offset"] == FIRST and changed[0] < times:
+    def damage(request: Request[Pull], reply: Chunk) -> Message:
+        if request.message.offset == FIRST and changed[0] < times:
             changed[0] += 1
             chunk = bytearray(reply.frames[0])
             chunk[7] ^= 1
-            return Reply("chunk", reply.body, (bytes(chunk),))
+            return structs.replace(reply, frames=(bytes(chunk),))
         return reply
 
     bus.instead(damage)
@@ -169,26 +171,26 @@ def test_other_weights_under_the_name_are_refused(bus: Bus) -> None:
 def test_answers_that_do_not_fit_are_refused_before_anything_is_allocated(
     bus: Bus, change: dict[str, int], fault: str
 ) -> None:
-    bus.instead(lambda request, reply: Reply("chunk", {**reply.body, **change}, reply.frames))
+    bus.instead(lambda request, reply: structs.replace(reply, **change))
     with pytest.raises(WeightsError, match=fault):
         bus.pull(bus.publish(1))
     assert bus.files() == []
 
 
 def test_a_chunk_of_another_size_and_no_chunk_are_refused(bus: Bus) -> None:
-    bus.instead(lambda request, reply: Reply("chunk", reply.body, (bytes(reply.frames[0])[:-1],)))
+    bus.instead(lambda request, reply: structs.replace(reply, frames=(bytes(reply.frames[0])[:-1],)))
     ref = bus.publish(1)
     with pytest.raises(WeightsError, match=r"expected 262144 bytes at 0 of .*, got 262143 bytes"):
         bus.pull(ref)
-    bus.server._actor.on("pull", lambda request: Reply("ack"))
-    with pytest.raises(WeightsError, match="an answer of kind 'ack' with 0 frames is no chunk"):
+    bus.server._actor.on(Pull, lambda request: Ack())
+    with pytest.raises(WeightsError, match="an answer of kind 'ack' is no chunk"):
         bus.pull(ref)
     assert bus.files() == []
 
 
 def test_a_chunk_that_never_comes_is_named(bus: Bus) -> None:
     before = bus.pull(bus.publish(1))
-    bus.instead(lambda request, reply: LATER if request.body["offset"] else reply)
+    bus.instead(lambda request, reply: LATER if request.message.offset else reply)
     start = time.monotonic()
     with pytest.raises(WeightsError, match=r"version 2 from .*: waited 1 s for the chunk at byte 262144 of \d{7}"):
         bus.pull(bus.publish(2), patience_s=1.0)
@@ -266,7 +268,7 @@ class Proxy:
 def test_a_line_that_is_cut_in_the_middle_goes_on_where_it_was(bus: Bus) -> None:
     ref, proxy, cuts = bus.publish(1, size=40_000), Proxy(bus.server.endpoint), []
 
-    def answer(request: Request, reply: Reply) -> Reply:
+    def answer(request: Request[Pull], reply: Chunk) -> Message:
         mended = proxy.connections > len(cuts)  # much may be on the way when the first cut is made
         if len(cuts) < 2 and mended and proxy.carried > 5_000_000 * (len(cuts) + 1):
             cuts.append(proxy.carried)
@@ -292,10 +294,10 @@ def test_one_connection_serves_many_versions_also_after_faults(bus: Bus) -> None
         puller.pull(replace(bus.publish(4), fingerprint="0" * 32))
     assert same(load(puller.pull(bus.publish(5)).ref), tensors(5))
     assert joined == ["g0"]
-    bus.server._actor.on("pull", lambda request: LATER)
+    bus.server._actor.on(Pull, lambda request: LATER)
     with pytest.raises(WeightsError, match="waited 2 s for the chunk at byte 0"):
         puller.pull(bus.publish(6))
-    bus.server._actor.on("pull", bus.server._pull)
+    bus.server._actor.on(Pull, bus.server._pull)
     assert same(load(puller.pull(bus.publish(7)).ref), tensors(7))
     assert joined == ["g0"]
     for peer in list(bus.server._actor.mailbox.peers.values()):

@@ -20,7 +20,7 @@ from sao.storage.failpoints import failpoint
 from sao.transport.actor import LATER, Actor
 from sao.transport.keys import server_keys
 from sao.transport.mailbox import GOODBYE, Peer, Reply, Request
-from sao.transport.messages import Buffer
+from sao.transport.messages import Buffer, CancelCall
 from sao.transport.sockets import is_local
 
 log = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class Server:
         actor.on("snapshot", lambda r: Reply("snapshot", self.snapshot()))
         actor.on("config", lambda r: Reply("config", {"config": self._config.model_dump(mode="json")}))
         actor.on("error", self._worker_error, *WORKERS)
-        actor.on("cancel", self._cancel)
+        actor.on(CancelCall, self._cancel)
         actor.every(TICK_S, self._tick)
 
     def _on(self, kind: str, role: str, handler: Callable[[Request, float], Reply | None]) -> None:
@@ -195,7 +195,7 @@ class Server:
         name, ordinal = request.peer.name, body["ordinal"]
         return _verdict(self.broker.eval_result(name, ordinal, reward, success, reason, detail, version, now))
 
-    def _take(self, request: Request, now: float) -> Reply:
+    def _take(self, request: Request, now: float) -> Any:
         failpoint("broker.take")
         self._takes[request.key] = request
         try:
@@ -205,8 +205,8 @@ class Server:
             raise
         return LATER
 
-    def _cancel(self, request: Request) -> None:
-        key = (request.peer.identity, request.body.get("seq", 0))
+    def _cancel(self, request: Request[CancelCall]) -> None:
+        key = (request.peer.identity, request.message.call)
         self._takes.pop(key, None)
         if request.peer.role == "learner":
             self.broker.give_up(key, time.monotonic())
@@ -305,10 +305,9 @@ class Server:
             others = [other for other in self._of("learner") if other is not peer]
             if others:
                 raise TransportError(f"learner {others[0].name} is here already: a run has one learner")
-            self.broker.learner_joined(hello.get("step"), hello.get("weights"), hello.get("session", ""))
+            weights = None if hello.weights is None else hello.weights.to_message()
+            self.broker.learner_joined(hello.step, weights, hello.session)
         elif peer.role == "generator":
-            if not all(_is_task(task) for task in hello.get("tasks", [])):
-                raise WireError("hello.tasks: expected a list of [ordinal, attempt]")
             self.broker.scheduler.joined(peer.name)
         log.info("%s %s incarnation %d joined", peer.role, peer.name, peer.incarnation)
         self.actor.call(lambda: self._joined(peer))  # after the welcome has been sent
@@ -318,7 +317,7 @@ class Server:
         done, now = self.broker.run.done, time.monotonic()
         if peer.role == "supervisor":
             early, self._early = self._early, deque(maxlen=EARLY_MESSAGES)
-            seen = peer.hello.get("step", 0)
+            seen = peer.hello.step or 0
             for kind, body in early:
                 if kind != "step" or body["step"] > seen:
                     self._push_to(peer, kind, body)
@@ -327,7 +326,7 @@ class Server:
         elif done is not None:
             self._push_to(peer, "stop", {"reason": done["reason"]})
         elif peer.role == "generator":
-            self.broker.generator_holds(peer.name, peer.hello.get("tasks", []), now)
+            self.broker.generator_holds(peer.name, peer.hello.tasks, now)
         elif peer.role == "learner":
             self.broker.progress(now)
 
@@ -387,7 +386,3 @@ class Server:
 
 def _verdict(reason: str) -> Reply:
     return Reply(body={"accepted": not reason, "reason": reason})
-
-
-def _is_task(task: Any) -> bool:
-    return isinstance(task, list) and len(task) == 2 and all(type(number) is int and number >= 0 for number in task)

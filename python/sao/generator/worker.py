@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from msgspec import structs
+
 from sao.config import Config
 from sao.engines.seeds import derive_seed
 from sao.errors import (
@@ -37,8 +39,25 @@ from sao.storage.failpoints import failpoint
 from sao.trajectory import Trajectory, encode_frames
 from sao.transport.client import Client
 from sao.transport.keys import client_keys
-from sao.transport.messages import Buffer, Message
-from sao.transport.reference import WeightsRef
+from sao.transport.messages import (
+    Ack,
+    Buffer,
+    CancelTask,
+    Diverged,
+    EvalResult,
+    FailedRollout,
+    FinishedRollout,
+    Hello,
+    KeptTurn,
+    Loaded,
+    Message,
+    NewWeights,
+    Slots,
+    Stats,
+    Stop,
+    Tasks,
+    Welcome,
+)
 
 _CODES = ("bad_logprob", "no_token_capture", "bad_completion", "aborted")  # what an EngineError may begin with
 _BACKLOG = 1000  # unanswered messages beyond which no more statistics are sent
@@ -54,8 +73,8 @@ class ClientFactory(Protocol):
         *,
         on_push: Callable[[Message], None],
         on_lost: Callable[[Error], None],
-        on_greet: Callable[[], dict[str, Any]],
-        on_rejoin: Callable[[dict[str, Any]], None],
+        on_greet: Callable[[Hello], Hello],
+        on_rejoin: Callable[[Welcome], None],
     ) -> Client: ...
 
 
@@ -193,8 +212,8 @@ class Generator:
             return None
 
         def send(part: int, n_tokens: int, version: int, header: bytes, payload: bytes) -> None:
-            body = {"ordinal": task.ordinal, "attempt": task.attempt, "part": part}
-            self._send("turn", {**body, "tokens": n_tokens, "version": version}, (header, payload))
+            turn = KeptTurn(task.ordinal, task.attempt, part, n_tokens, version, frames=(header, payload))
+            self._send(turn)
 
         return send
 
@@ -214,24 +233,17 @@ class Generator:
             return self._begin_anew(task, 0)
 
     def _begin_anew(self, task: Assignment, lost_tokens: int) -> Assignment:
-        self._send("diverged", {"ordinal": task.ordinal, "attempt": task.attempt, "sampled_tokens": lost_tokens})
+        self._send(Diverged(task.ordinal, task.attempt, lost_tokens))
         return replace(task, turns=())
 
     async def _deliver(self, task: Assignment, trajectory: Trajectory) -> None:
         if task.split == "eval":
-            body = {
-                "ordinal": task.ordinal,
-                "attempt": task.attempt,
-                "reward": trajectory.reward,
-                "version": trajectory.max_version,
-            }
-            await self._ask("eval_result", body)
+            await self._ask(EvalResult(task.ordinal, trajectory.max_version, trajectory.reward, task.attempt))
             return
         failpoint("generator.deliver")
-        reply = await self._ask("trajectory", {}, encode_frames(trajectory))
-        if reply is not None and not reply.body.get("accepted", True):
-            reason = reply.body.get("reason")
-            log.info("task %d attempt %d: refused: %s", task.ordinal, task.attempt, reason)
+        answer = await self._ask(FinishedRollout(frames=encode_frames(trajectory)))
+        if isinstance(answer, Ack) and not answer.accepted:
+            log.info("task %d attempt %d: refused: %s", task.ordinal, task.attempt, answer.reason)
 
     async def _give_up(self, recorder: Recorder, reason: str, detail: str) -> None:
         task = recorder.assignment
@@ -239,11 +251,10 @@ class Generator:
         log.warning("task %d attempt %d failed: %s: %s", task.ordinal, task.attempt, reason, detail)
         # An environment may put anything into words; what cannot be encoded must not end this process.
         reason, detail = (text.encode(errors="replace").decode() for text in (reason, detail[:2000]))
-        body: dict[str, Any] = {"ordinal": task.ordinal, "attempt": task.attempt, "reason": reason, "detail": detail}
         if task.split == "eval":
-            await self._ask("eval_result", {**body, "reward": None, "version": self.engine.version})
+            await self._ask(EvalResult(task.ordinal, self.engine.version, None, task.attempt, reason, detail))
         else:
-            await self._ask("failure", {**body, "sampled_tokens": recorder.sampled_tokens})
+            await self._ask(FailedRollout(task.ordinal, task.attempt, reason, recorder.sampled_tokens, detail))
 
     # -- the connection to the broker
 
@@ -266,70 +277,69 @@ class Generator:
             on_rejoin=in_loop(self._rejoined),
         )
         welcome = await asyncio.to_thread(self._client.connect)
-        if welcome.get("weights"):
-            self._weights.announce(WeightsRef.from_message(welcome["weights"]))
+        if welcome.weights is not None:
+            self._weights.announce(welcome.weights)
 
-    def _greet(self) -> dict[str, Any]:
-        """What a broker should know that may not have been there when the episodes began."""
-        return {"tasks": [[ordinal, attempt] for split, ordinal, attempt in list(self._episodes) if split == "train"]}
+    def _greet(self, hello: Hello) -> Hello:
+        """Adds what a broker should know that may not have been there when the episodes began."""
+        tasks = tuple((ordinal, attempt) for split, ordinal, attempt in list(self._episodes) if split == "train")
+        return structs.replace(hello, tasks=tasks)
 
-    def _rejoined(self, welcome: dict[str, Any]) -> None:
+    def _rejoined(self, welcome: Welcome) -> None:
         """The broker was started again, or had given this generator up: episodes go on, it counts anew."""
         self._received = 0
-        if welcome["version"] < self.engine.version:
-            had, now = self.engine.version, welcome["version"]
+        if welcome.version < self.engine.version:
+            had, now = self.engine.version, welcome.version
             self._fail(WeightsError(f"weights of version {had} were taken back: the run goes on after version {now}"))
             return
-        if welcome.get("weights"):
-            self._weights.announce(WeightsRef.from_message(welcome["weights"]))
+        if welcome.weights is not None:
+            self._weights.announce(welcome.weights)
         if self._ready:
             self._send_loaded()
             self._send_slots()
 
     def _on_push(self, message: Message) -> None:
-        body = message.body
-        if message.kind == "tasks":
-            self._received += len(body["tasks"])
+        if isinstance(message, Tasks):
+            self._received += len(message.tasks)
             frames = iter(message.frames)
-            for task in body["tasks"]:
-                kept = [(next(frames), next(frames)) for _ in range(task.get("turns", 0))]
-                found = Assignment(task["ordinal"], task["attempt"], task["seed"], task["split"])
-                self._start(self._with_turns(found, kept))
-        elif message.kind == "version":
-            self._weights.announce(WeightsRef.from_message(body))
-        elif message.kind == "cancel":
+            for task in message.tasks:
+                kept = [(next(frames), next(frames)) for _ in range(task.turns)]
+                self._start(self._with_turns(Assignment(task.ordinal, task.attempt, task.seed, task.split), kept))
+        elif isinstance(message, NewWeights):
+            self._weights.announce(message.weights)
+        elif isinstance(message, CancelTask):
             for (_, ordinal, attempt), episode in self._episodes.items():
-                if (ordinal, attempt) == (body.get("ordinal"), body.get("attempt")):
+                if (ordinal, attempt) == (message.ordinal, message.attempt):
                     episode.cancel()
-        elif message.kind == "stop":
-            self.stop(f"broker: {body['reason']}")
+        elif isinstance(message, Stop):
+            self.stop(f"broker: {message.reason}")
         else:
             log.warning("message of kind %r is not for a generator", message.kind)
 
     def _send_loaded(self) -> None:
-        self._send("loaded", {"version": self.engine.version, "fingerprint": self.engine.fingerprint})
+        self._send(Loaded(self.engine.version, self.engine.fingerprint))
 
     def _send_slots(self) -> None:
         self._slots_due = False
         if not self._stopped.is_set():
-            self._send("slots", {"free": max(0, self._limit - len(self._episodes)), "received": self._received})
+            self._send(Slots(max(0, self._limit - len(self._episodes)), self._received))
 
-    def _send(self, kind: str, body: dict[str, Any], frames: tuple[bytes, ...] = ()) -> None:
+    def _send(self, message: Message) -> None:
         """Sends without waiting; that the broker is lost comes by `on_lost`. While it is away no statistics pile up."""
         try:
-            if self._client is not None and (kind != "stats" or self._client.pending < _BACKLOG):
-                self._client.send(kind, body, frames)
+            if self._client is not None and (not isinstance(message, Stats) or self._client.pending < _BACKLOG):
+                self._client.send(message)
         except Error as error:
             self._fail(error)
 
-    async def _ask(self, kind: str, body: dict[str, Any], frames: tuple[Buffer, ...] = ()) -> Message | None:
+    async def _ask(self, message: Message) -> Message | None:
         """Sends and waits for the acknowledgement; None when the connection is gone, which ends `run` elsewhere.
 
         Raises `WireError` for a message that is too large, before anything is sent.
         """
         assert self._client is not None
         try:
-            return await asyncio.wrap_future(self._client.send(kind, body, frames))
+            return await asyncio.wrap_future(self._client.send(message))
         except ClosedError:
             return None
         except WireError:
@@ -344,20 +354,20 @@ class Generator:
         while True:
             await asyncio.sleep(self.config.transport.heartbeat_s)
             stats, now = self.engine.stats(), time.monotonic()
-            body = {
-                "busy_share": min(1.0, (stats.busy_s - before.busy_s) / (now - at)),
-                "tokens_per_s": (stats.sampled_tokens - before.sampled_tokens) / (now - at),
-                "running": stats.running,
-                "waiting": stats.waiting,
-                "sampled_tokens": stats.sampled_tokens,
-                "kv_use": stats.kv_use,
-                "preempted": stats.preempted,
-                "episode_limit": self._limit,
-            }
+            message = Stats(
+                busy_share=min(1.0, (stats.busy_s - before.busy_s) / (now - at)),
+                tokens_per_s=(stats.sampled_tokens - before.sampled_tokens) / (now - at),
+                running=stats.running,
+                waiting=stats.waiting,
+                sampled_tokens=stats.sampled_tokens,
+                kv_use=stats.kv_use,
+                preempted=stats.preempted,
+                episode_limit=self._limit,
+            )
             before, at = stats, now
             if self._load is not None and self._load.take(stats, len(self._episodes)):
                 self._send_slots()
-            self._send("stats", body)
+            self._send(message)
 
 
 def make_generator(
@@ -382,7 +392,7 @@ def make_generator(
             peer_timeout_s=config.transport.peer_timeout_s,
             keys=keys,
             outage_s=config.transport.outage_s,
-            transient=frozenset({"slots", "stats", "loaded"}),
+            transient=(Slots, Stats, Loaded),
             **callbacks,
         )
 

@@ -73,8 +73,7 @@ def main(argv: list[str] | None = None) -> int:
             failpoint("learner.restored")
             log.info("continues from %s: step %d, version %d", checkpoint.path, learner.steps, learner.version)
         if client is not None:
-            reference = weights.to_message() if weights else None
-            client.connect(deadline_s=_CONNECT_S, step=learner.steps, weights=reference)
+            client.connect(deadline_s=_CONNECT_S, step=learner.steps, weights=weights)
             joined = True
         if config.run.task == "pretrain_value":
             pretrain(config, learner, world, client, arguments.run_folder)

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, Final
 
 import psutil
+from msgspec import structs
 
 from sao.config import Config
 from sao.errors import Error
@@ -147,7 +148,7 @@ class Supervisor:
             on_push=self._inbox.put,
             on_lost=lambda error: self._inbox.put(_Lost(str(error))),
             outage_s=transport.outage_s,
-            on_greet=lambda: {"step": self._last_step},
+            on_greet=lambda hello: structs.replace(hello, step=self._last_step),
         )
         threading.Thread(target=self._join, args=(self._client,), daemon=True).start()
         failpoint("supervisor.started")

@@ -14,17 +14,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import zmq
 
 from sao.errors import Error, WireError
+from sao.transport import legacy
 from sao.transport.keys import ServerKeys
-from sao.transport.mailbox import Mailbox, Peer, Reply, Request
+from sao.transport.mailbox import Mailbox, Peer, Request
+from sao.transport.messages import Ack, Message, Refusal, Welcome
 
 log = logging.getLogger(__name__)
-LATER: Final = Reply("later")  # a handler that answers by `Mailbox.reply` in its own time returns this
-Handler = Callable[[Request], Reply | None]
+LATER: Final = Ack(reason="later")  # a handler that answers by `Mailbox.reply` in its own time returns this
+M = TypeVar("M", bound=Message)
 
 
 class Actor:
@@ -37,7 +39,7 @@ class Actor:
         self,
         endpoint: str,
         *,
-        on_join: Callable[[Peer], dict[str, Any]],
+        on_join: Callable[[Peer], Welcome | dict[str, Any]],
         on_leave: Callable[[Peer, str], None],
         commit: Callable[[], None] | None = None,
         max_message_bytes: int = 1 << 28,
@@ -55,7 +57,7 @@ class Actor:
             keys=keys,
         )
         self._commit = commit
-        self._handlers: dict[str, tuple[Handler, frozenset[str]]] = {}
+        self._handlers: dict[type[Message], tuple[Callable[[Request[Any]], Message | None], frozenset[str]]] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._calls: deque[Callable[[], None]] = deque()
@@ -70,9 +72,9 @@ class Actor:
         """Where it listens."""
         return self.mailbox.endpoint
 
-    def on(self, kind: str, handler: Handler, *roles: str) -> None:
+    def on(self, kind: type[M] | str, handler: Callable[[Request[M]], Message | None], *roles: str) -> None:
         """Registers the handler of a kind; `roles` are the peers that may send it (none given: all)."""
-        self._handlers[kind] = (handler, frozenset(roles))
+        self._handlers[legacy.type_of(kind) if isinstance(kind, str) else kind] = (handler, frozenset(roles))
 
     def after(self, delay_s: float, callback: Callable[[], None]) -> None:
         """Calls `callback` once in the loop, `delay_s` seconds from now."""
@@ -134,15 +136,15 @@ class Actor:
         os.close(self._wake_read)
         os.close(self._wake_write)
 
-    def _handle(self, request: Request) -> None:
+    def _handle(self, request: Request[Any]) -> None:
         kind, peer = request.message.kind, request.peer
-        handler, roles = self._handlers.get(kind, (None, frozenset[str]()))
+        handler, roles = self._handlers.get(type(request.message), (None, frozenset[str]()))
         try:
             if handler is None or (roles and peer.role not in roles):
                 raise WireError(f"{kind!r} is not accepted from a {peer.role}")
-            answer = handler(request) or Reply()
+            answer = handler(request) or Ack()
         except Error as error:
             log.warning("%s from %s: %s: %s", kind, peer.name, type(error).__name__, error)
-            answer = Reply("error", {"error": type(error).__name__, "text": str(error)})
+            answer = Refusal(str(error), type(error).__name__)
         if answer is not LATER:
             self.mailbox.reply(request, answer)

@@ -20,13 +20,27 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import msgspec
 import zmq
 
 from sao import errors
 from sao.errors import ClosedError, DeadlineError, Error, TransportError, WireError
+from sao.transport.encoding import Header, decode, encode
 from sao.transport.keys import ClientKeys
+from sao.transport.legacy import message_of
 from sao.transport.link import Link
-from sao.transport.messages import Buffer, Message, check, decode, encode
+from sao.transport.messages import (
+    Ack,
+    Buffer,
+    Bye,
+    CancelCall,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Refusal,
+    Welcome,
+)
 from sao.transport.sockets import connect, make_dealer, receive, send
 from sao.transport.watch import Watch
 
@@ -42,13 +56,13 @@ class Client:
     after a fork, not before.
 
     With `outage_s` the broker may be away for so long: a broker that was started again, or has given this peer up, is
-    greeted again with the fields of `connect` and what `on_greet()` adds, and gets all that is unanswered, except
+    greeted again with the fields of `connect` and what `on_greet(hello)` adds, and gets all that is unanswered, except
     messages of the kinds `transient`; `on_rejoin(welcome)` is called before the first push of the new conversation.
     Both are called in the I/O thread.
 
     >>> client = Client(endpoint, role="generator", name="g0", on_push=print)
     >>> welcome = client.connect(deadline_s=10.0)
-    >>> reply = client.call("slots", {"free": 8, "received": 0}, deadline_s=5.0).result()
+    >>> reply = client.call(Slots(free=8, received=0), deadline_s=5.0).result()
     """
 
     def __init__(
@@ -63,26 +77,25 @@ class Client:
         peer_timeout_s: float = 15.0,
         keys: ClientKeys | None = None,
         outage_s: float = 0.0,
-        transient: frozenset[str] = frozenset(),
-        on_greet: Callable[[], dict[str, Any]] | None = None,
-        on_rejoin: Callable[[dict[str, Any]], None] | None = None,
+        transient: tuple[type[Message], ...] = (),
+        on_greet: Callable[[Hello], Hello] | None = None,
+        on_rejoin: Callable[[Welcome], None] | None = None,
         on_push: Callable[[Message], None] | None = None,
         on_lost: Callable[[Error], None] | None = None,
     ) -> None:
-        self.endpoint = endpoint
-        self.role, self.name, self.incarnation = role, name, incarnation
+        self.endpoint, self.role, self.name, self.incarnation = endpoint, role, name, incarnation
         self._max_message_bytes = max_message_bytes
         self._heartbeat_s, self._peer_timeout_s = heartbeat_s, peer_timeout_s
         self._on_push, self._on_lost = on_push, on_lost
         self._comes_back, self._patience_s = outage_s > 0, max(outage_s, peer_timeout_s)
         self._transient, self._on_greet, self._on_rejoin = transient, on_greet, on_rejoin
-        self._hello: dict[str, Any] = {}
+        self._hello = Hello(role, name, incarnation, "", secrets.token_hex(8))
         self._greeting: tuple[int, list[Buffer]] | None = None
         self._quiet = False  # the broker is away: only signs of life are sent until it is heard again
         self._pid = os.getpid()
         self._lock = threading.Condition()
         self._link = Link(resend_s=max(heartbeat_s, 0.2))
-        self._waiters: dict[int, tuple[Future[Message], str, float | None]] = {}
+        self._waiters: dict[int, tuple[Future[Message], Message, float | None]] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._outbox: deque[list[Buffer]] = deque()
         self._failure: Error | None = None
@@ -106,28 +119,23 @@ class Client:
 
     # -- calls, from any thread
 
-    def connect(self, deadline_s: float = 30.0, **hello: Any) -> dict[str, Any]:
-        """Joins; returns the body of `welcome` (`version`, `weights`, ...). `hello` adds fields to the greeting.
+    def connect(self, deadline_s: float = 30.0, **hello: Any) -> Welcome:
+        """Joins; returns the answer. `hello` adds fields to the greeting.
 
         Raises `DeadlineError` that names the endpoint when nothing answers in time, `TransportError` when refused.
         """
-        self._hello = {
-            "role": self.role,
-            "name": self.name,
-            "incarnation": self.incarnation,
-            "session": secrets.token_hex(8),
-            **hello,
-        }
-        welcome = self.call("hello", self._greeting_body(), deadline_s=deadline_s).result()
+        self._hello = msgspec.structs.replace(self._hello, name=self.name, **hello)
+        welcome = self.call(self._greeting_body(), deadline_s=deadline_s).result()
+        assert isinstance(welcome, Welcome)
         with self._lock:
             self._joined = True
         self._wake()
-        return welcome.body
+        return welcome
 
     def call(
         self,
-        kind: str,
-        body: dict[str, Any] | None = None,
+        message: Message | str,
+        body: Any = None,
         frames: Sequence[Buffer] = (),
         deadline_s: float | None = None,
     ) -> Future[Message]:
@@ -139,9 +147,10 @@ class Client:
         of 4096 unanswered messages is full. `frames` must not be changed before the answer.
         """
         if os.getpid() != self._pid:
-            raise TransportError(
-                f"client was made in process {self._pid} and is used in {os.getpid()}: make a new one after fork"
-            )
+            text = f"client was made in process {self._pid} and is used in {os.getpid()}: make a new one after fork"
+            raise TransportError(text)
+        if isinstance(message, str):
+            message = message_of(message, body, frames)
         now = time.monotonic()
         deadline = None if deadline_s is None else now + deadline_s
         future: Future[Message] = Future()
@@ -149,12 +158,12 @@ class Client:
             while not (self._link.open or self._failure or self._closing):
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
-                    raise DeadlineError(f"{kind}: no room to send to {self.endpoint} within {deadline_s:g} s")
+                    raise DeadlineError(f"{message.kind}: no room to send to {self.endpoint} within {deadline_s:g} s")
                 self._lock.wait(left)
             self._raise_if_unusable()
             seq, low = self._link.number(), self._link.low
         try:
-            wire = encode(Message(kind, body or {}, tuple(frames), seq=seq, low=low), self._max_message_bytes)
+            wire = encode(message, self._max_message_bytes, seq=seq, low=low)
         except WireError:
             with self._lock:
                 self._link.settle(seq)
@@ -162,7 +171,7 @@ class Client:
             raise
         with self._lock:
             self._raise_if_unusable()
-            self._waiters[seq] = (future, kind, deadline_s)
+            self._waiters[seq] = (future, message, deadline_s)
             if deadline is not None:
                 heapq.heappush(self._deadlines, (deadline, seq))
             self._link.sent(seq, wire, now)
@@ -171,9 +180,9 @@ class Client:
         self._wake()
         return future
 
-    def send(self, kind: str, body: dict[str, Any] | None = None, frames: Sequence[Buffer] = ()) -> Future[Message]:
+    def send(self, message: Message | str, body: Any = None, frames: Sequence[Buffer] = ()) -> Future[Message]:
         """`call` without a deadline: delivered exactly once, or the future says why not. The answer may be ignored."""
-        return self.call(kind, body, frames)
+        return self.call(message, body, frames)
 
     def flush(self, deadline_s: float) -> None:
         """Waits until everything sent so far was answered. Raises `DeadlineError` that says how many messages were
@@ -184,7 +193,7 @@ class Client:
             while self._waiters and self._failure is None and not self._closing:
                 left = end - time.monotonic()
                 if left <= 0:
-                    kinds = sorted({kind for _, kind, _ in self._waiters.values()})
+                    kinds = sorted({message.kind for _, message, _ in self._waiters.values()})
                     count = f"{len(self._waiters)} messages ({', '.join(kinds)})"
                     raise DeadlineError(f"{count} not acknowledged by {self.endpoint} within {deadline_s:g} s")
                 self._lock.wait(left)
@@ -242,7 +251,7 @@ class Client:
             self._link.settle(seq)
             self._lock.notify_all()
         with suppress(Error):
-            self._post("cancel", {"seq": seq})
+            self._post(CancelCall(seq))
             self._wake()
 
     # -- the I/O thread
@@ -303,10 +312,10 @@ class Client:
                 return
             self._outbox.popleft()
 
-    def _post(self, kind: str, body: dict[str, Any] | None = None, re: int = 0) -> None:
+    def _post(self, message: Message, re: int = 0) -> None:
         with self._lock:
             low = self._link.low
-        self._outbox.append(encode(Message(kind, body or {}, re=re, low=low), self._max_message_bytes))
+        self._outbox.append(encode(message, self._max_message_bytes, re=re, low=low))
 
     def _receive(self) -> bool:
         got = False
@@ -317,27 +326,28 @@ class Client:
                 break
             got = True
             try:
-                message = decode([part.buffer for part in parts], self._max_message_bytes)
-                check(message)
+                received = decode([part.buffer for part in parts], self._max_message_bytes)
+                message = received.message()
             except WireError as error:
                 log.warning("%s: bad message from the broker: %s", self.endpoint, error)
                 continue
-            if message.body.get("unknown") and self._comes_back and self._joined:
+            header = received.header
+            if isinstance(message, Refusal) and message.unknown and self._comes_back and self._joined:
                 self._greet_again()
-            elif message.re:
-                if "more" in message.body and message.kind == "ack":
-                    self._acknowledged([message.re, *message.body["more"]])
+            elif header.re:
+                if isinstance(message, Ack) and message.more:
+                    self._acknowledged((header.re, *message.more))
                 else:
-                    self._answer(message)
-            elif message.kind == "error":
-                self._fail(_as_error(message.body))
-            elif message.kind != "pong":
-                self._push(message)
+                    self._answer(header.re, message)
+            elif isinstance(message, Refusal):
+                self._fail(_as_error(message))
+            elif not isinstance(message, Pong):
+                self._push(header, message)
         return got
 
-    def _greeting_body(self) -> dict[str, Any]:
-        more = self._on_greet() if self._on_greet is not None else {}
-        return {**self._hello, **more, "nonce": secrets.token_hex(8)}
+    def _greeting_body(self) -> Hello:
+        hello = msgspec.structs.replace(self._hello, nonce=secrets.token_hex(8))
+        return hello if self._on_greet is None else self._on_greet(hello)
 
     def _greet_again(self) -> None:
         """The broker does not know this peer (any more)."""
@@ -345,80 +355,80 @@ class Client:
             return
         with self._lock:
             seq, low = self._link.number(), self._link.low
-        wire = encode(Message("hello", self._greeting_body(), seq=seq, low=low), self._max_message_bytes)
+        wire = encode(self._greeting_body(), self._max_message_bytes, seq=seq, low=low)
         self._greeting = (seq, wire)
         self._beat()
 
     def _beat(self) -> None:
         if self._greeting is None:
-            self._post("ping")
+            self._post(Ping())
             return
         with suppress(zmq.Again):
             send(self._socket, self._greeting[1])
 
-    def _welcomed(self, message: Message) -> None:
+    def _welcomed(self, seq: int, welcome: Welcome) -> None:
         """Greeted again: what is unanswered is sent once more, in order."""
         with self._lock:
             self._greeting = None
-            self._link.settle(message.re)
-            over = [seq for seq, (_, kind, _) in self._waiters.items() if kind in self._transient]
+            self._link.settle(seq)
+            over = [seq for seq, (_, message, _) in self._waiters.items() if isinstance(message, self._transient)]
             waiters = [self._waiters.pop(seq) for seq in over]
             self._link.drop(over)
             self._outbox.clear()
             self._outbox.extend(self._link.again(time.monotonic()))
             self._lock.notify_all()
         for future, _, _ in waiters:
-            _complete(future, Message("ack"))
+            _complete(future, Ack())
         log.info("%s: joined again", self.endpoint)
         if self._on_rejoin is not None:
-            self._on_rejoin(message.body)
+            self._on_rejoin(welcome)
 
-    def _acknowledged(self, seqs: list[Any]) -> None:
+    def _acknowledged(self, seqs: tuple[int, ...]) -> None:
         """Many plain acknowledgements at once."""
         if self._greeting is not None:
             return  # of a conversation that is over
         done = []
         with self._lock:
             for seq in seqs:
-                if type(seq) is int and self._link.settle(seq) and (waiter := self._waiters.pop(seq, None)):
+                if self._link.settle(seq) and (waiter := self._waiters.pop(seq, None)):
                     done.append(waiter[0])
             self._lock.notify_all()
         for future in done:
-            _complete(future, Message("ack"))
+            _complete(future, Ack())
 
-    def _answer(self, message: Message) -> None:
-        if self._greeting is not None and message.re == self._greeting[0]:
-            if message.kind == "error":
-                self._fail(_as_error(message.body))
-            else:
-                self._welcomed(message)
+    def _answer(self, seq: int, message: Message) -> None:
+        if self._greeting is not None and seq == self._greeting[0]:
+            if isinstance(message, Refusal):
+                self._fail(_as_error(message))
+            elif isinstance(message, Welcome):
+                self._welcomed(seq, message)
             return
         with self._lock:
-            self._link.settle(message.re)
-            waiter = self._waiters.pop(message.re, None)
+            self._link.settle(seq)
+            waiter = self._waiters.pop(seq, None)
             self._lock.notify_all()
         if waiter is None:
             return  # given up before, or a second answer
-        if message.kind != "error":
+        if not isinstance(message, Refusal):
             _complete(waiter[0], message)
             return
-        error = _as_error(message.body)
+        error = _as_error(message)
         _complete(waiter[0], error)
-        if message.body.get("gone"):
+        if message.gone:
             self._fail(error)
 
-    def _push(self, message: Message) -> None:
+    def _push(self, header: Header, message: Message) -> None:
         if self._greeting is not None:
             return  # of a conversation that is over
         with self._lock:
-            fresh = self._link.fresh(message)
+            fresh = self._link.fresh(header.seq, header.low)
         if fresh and self._on_push is not None:
             try:
                 self._on_push(message)
             except Exception:
                 log.exception("on_push failed on %r", message.kind)
-        if message.seq:
-            self._post("ack", re=message.seq)
+        if header.seq:
+            self._post(Ack(), re=header.seq)
 
     def _expire(self, now: float) -> None:
         while True:
@@ -431,9 +441,9 @@ class Client:
                     continue
                 self._link.settle(seq)
                 self._lock.notify_all()
-            future, kind, deadline_s = waiter
-            self._post("cancel", {"seq": seq})
-            text = f"{kind}: no answer from {self.endpoint} within {deadline_s:g} s{self._why()}"
+            future, message, deadline_s = waiter
+            self._post(CancelCall(seq))
+            text = f"{message.kind}: no answer from {self.endpoint} within {deadline_s:g} s{self._why()}"
             _complete(future, DeadlineError(text))
 
     def _why(self) -> str:
@@ -463,7 +473,7 @@ class Client:
     def _end(self) -> None:
         with suppress(zmq.ZMQError):
             self._outbox.clear()
-            self._post("bye")
+            self._post(Bye())
             self._transmit()
         self._drain(self._failure or ClosedError(f"client of {self.endpoint} was closed"))
         with suppress(zmq.ZMQError):
@@ -484,7 +494,7 @@ def _complete(future: Future[Message], result: Message | Error) -> None:
         future.set_exception(result)
 
 
-def _as_error(body: dict[str, Any]) -> Error:
-    kind = getattr(errors, str(body.get("error", "")), TransportError)
+def _as_error(refusal: Refusal) -> Error:
+    kind = getattr(errors, refusal.error, TransportError)
     usable = isinstance(kind, type) and issubclass(kind, Error) and kind is not errors.EnvironmentFailure
-    return (kind if usable else TransportError)(str(body.get("text", ""))[:4096])
+    return (kind if usable else TransportError)(refusal.text[:4096])

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from sao.transport.messages import Buffer, Message
+from sao.transport.messages import Buffer
 
 WINDOW: Final = 4096  # messages of one sender that may wait for an answer
 
@@ -116,17 +116,17 @@ class Link:
 
     # -- incoming
 
-    def fresh(self, message: Message) -> bool:
+    def fresh(self, seq: int, low: int) -> bool:
         """Whether a numbered message is seen for the first time. Forgets answers that the sender has received."""
-        if message.low > self._floor:
-            self._floor = message.low
+        if low > self._floor:
+            self._floor = low
             while self._answers and next(iter(self._answers)) < self._floor:  # they came in order, but for repeats
                 self._answers.popitem(last=False)
-        if message.seq == 0:
+        if seq == 0:
             return True
-        if message.seq < self._floor or message.seq in self._answers or len(self._answers) >= 2 * WINDOW:
+        if seq < self._floor or seq in self._answers or len(self._answers) >= 2 * WINDOW:
             return False
-        self._answers[message.seq] = None
+        self._answers[seq] = None
         return True
 
     def answered(self, seq: int, wire: list[Buffer]) -> None:

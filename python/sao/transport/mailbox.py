@@ -5,23 +5,37 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import zmq
 
 from sao import _core
 from sao.errors import Error, TransportError, WireError
+from sao.transport.encoding import Header, decode, encode
 from sao.transport.gate import Gate
 from sao.transport.keys import ServerKeys, may_join
+from sao.transport.legacy import message_of
 from sao.transport.link import Link
-from sao.transport.messages import Buffer, Message, check, decode, encode
+from sao.transport.messages import (
+    Ack,
+    Buffer,
+    Bye,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Refusal,
+    Welcome,
+)
 from sao.transport.sockets import bind_router, check_endpoint, receive, send
 
 log = logging.getLogger(__name__)
 MAX_FRAMES: Final = 1 + 2 + _core.MAX_SIDECARS  # a message, and a trajectory with all the sidecars it may have
 MAX_TEXT: Final = 4096  # characters of a refusal
 GOODBYE: Final = "said goodbye"
+M = TypeVar("M", bound=Message, covariant=True)
+_PLAIN_ACK: Final = Ack()
 _ACK: Final[list[Buffer]] = []  # stands for a plain acknowledgement among the answers that are kept
 
 
@@ -33,7 +47,7 @@ class Peer:
     role: str
     name: str
     incarnation: int
-    hello: dict[str, Any]
+    hello: Hello
     link: Link
     heard: float
     key: str | None = None
@@ -44,11 +58,12 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class Request(Generic[M]):
     """A message of a joined peer, as a handler sees it."""
 
     peer: Peer
-    message: Message
+    message: M
+    seq: int
 
     @property
     def body(self) -> dict[str, Any]:
@@ -58,16 +73,20 @@ class Request:
     @property
     def key(self) -> tuple[bytes, int]:
         """Names this request among all others."""
-        return self.peer.identity, self.message.seq
+        return self.peer.identity, self.seq
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What a request is answered with."""
+if TYPE_CHECKING:
 
-    kind: str = "ack"
-    body: dict[str, Any] = field(default_factory=dict)
-    frames: tuple[Buffer, ...] = ()
+    class Reply(Message):
+        """An answer by its former name."""
+
+        def __init__(self, kind: str = "ack", body: Any = None, frames: Sequence[Buffer] = ()) -> None: ...
+else:
+
+    def Reply(kind: str = "ack", body: Any = None, frames: Sequence[Buffer] = ()) -> Message:
+        """An answer by its former name."""
+        return message_of(kind, body, frames, answer=True)
 
 
 class Mailbox:
@@ -80,7 +99,7 @@ class Mailbox:
         self,
         endpoint: str,
         *,
-        on_join: Callable[[Peer], dict[str, Any]],
+        on_join: Callable[[Peer], Welcome | dict[str, Any]],
         on_leave: Callable[[Peer, str], None],
         max_message_bytes: int,
         heartbeat_s: float,
@@ -103,7 +122,7 @@ class Mailbox:
             self._close(0)
             raise
 
-    def receive(self, at_most: int) -> Iterator[Request]:
+    def receive(self, at_most: int) -> Iterator[Request[Any]]:
         """New requests of joined peers that have arrived. Never waits; joining, repeats and rubbish are dealt with
         here.
         """
@@ -117,33 +136,37 @@ class Mailbox:
             if request is not None:
                 yield request
 
-    def push(self, peer: Peer, kind: str, body: dict[str, Any], frames: Sequence[Buffer] = ()) -> None:
+    def push(
+        self, peer: Peer, message: Message | str, body: dict[str, Any] | None = None, frames: Sequence[Buffer] = ()
+    ) -> None:
         """Sends unasked; sent again until the peer acknowledges it or is gone (then `on_leave` is called)."""
         if peer.gone:
             return
         if peer.overrun or not peer.link.open:
             peer.overrun = True  # something is missing from now on: it is dropped at the next beat, not in mid-decision
             return
+        if isinstance(message, str):
+            message = message_of(message, body, frames)
         low, seq = peer.link.low, peer.link.number()
-        wire = encode(Message(kind, body, tuple(frames), seq=seq, low=low), self._limit)
+        wire = encode(message, self._limit, seq=seq, low=low)
         peer.link.sent(seq, wire, time.monotonic())
         self._transmit(peer, wire)
 
-    def reply(self, request: Request, reply: Reply) -> None:
-        """Answers a request, now or later; without effect when the peer is gone. A plain `ack` leaves with
+    def reply(self, request: Request[Any], answer: Message) -> None:
+        """Answers a request, now or later; without effect when the peer is gone. A plain `Ack` leaves with
         `acknowledge`.
         """
-        peer, seq = request.peer, request.message.seq
+        peer, seq = request.peer, request.seq
         if peer.gone or seq == 0:
             return
-        if reply.kind == "ack" and not reply.body and not reply.frames:
+        if answer == _PLAIN_ACK:
             peer.link.answered(seq, _ACK)
             self._acks.setdefault(peer, []).append(seq)
             return
         try:
-            wire = encode(Message(reply.kind, reply.body, reply.frames, re=seq), self._limit)
+            wire = encode(answer, self._limit, re=seq)
         except WireError as error:
-            wire = encode(Message("error", {"error": "WireError", "text": str(error)}, re=seq), self._limit)
+            wire = encode(Refusal(str(error), "WireError"), self._limit, re=seq)
         peer.link.answered(seq, wire)
         self._transmit(peer, wire)
 
@@ -152,7 +175,7 @@ class Mailbox:
         acks, self._acks = self._acks, {}
         for peer, (first, *more) in acks.items():
             if not peer.gone:
-                self._transmit(peer, encode(Message("ack", {"more": more} if more else {}, re=first), self._limit))
+                self._transmit(peer, encode(Ack(more=tuple(more)), self._limit, re=first))
 
     def drop(self, peer: Peer, reason: str) -> None:
         """Forgets a peer. What it says from now on is answered with an error that makes it leave."""
@@ -184,7 +207,7 @@ class Mailbox:
                     peer.unreachable_since = min(now, peer.unreachable_since + missed_s)
         for peer in list(self.peers.values()):
             if now - peer.heard > 1.5 * self._heartbeat_s:  # one that is gone shows itself when it is addressed
-                self._transmit(peer, encode(Message("pong"), self._limit))
+                self._transmit(peer, encode(Pong(), self._limit))
             for wire in peer.link.due(now):
                 self._transmit(peer, wire)
             if now - peer.heard > self._peer_timeout_s:
@@ -206,87 +229,88 @@ class Mailbox:
             self._gate.close()
         self._context.destroy(linger=linger_ms)
 
-    def _accept(self, identity: bytes, frames: list[Buffer], key: str | None) -> Request | None:
+    def _accept(self, identity: bytes, frames: list[Buffer], key: str | None) -> Request[Any] | None:
         try:
-            message = decode(frames, self._limit, max_frames=MAX_FRAMES)
+            received = decode(frames, self._limit, max_frames=MAX_FRAMES)
         except WireError as error:
             self.bad_messages += 1
             log.warning("bad message from %r: %s", identity[:64], error)
             return None
+        header = received.header
         try:
-            check(message)
+            message = received.message()
         except WireError as error:
             self.bad_messages += 1
-            self._refuse(identity, message, str(error), error="WireError")
+            self._refuse(identity, header, str(error), error="WireError")
             return None
-        if message.kind == "hello":
-            self._join(identity, message, key)
+        if isinstance(message, Hello):
+            self._join(identity, header, message, key)
             return None
         peer = self.peers.get(identity)
         if peer is not None and peer.key != key:  # another key took this identity: it has not joined
             peer = None
         if peer is None:
-            if message.kind != "bye" and not message.re:
+            if not isinstance(message, Bye) and not header.re:
                 text = "this peer has not joined, or was silent for longer than transport.peer_timeout_s: join again"
-                self._refuse(identity, message, text, gone=True, unknown=True)
+                self._refuse(identity, header, text, gone=True, unknown=True)
             return None
         peer.heard, peer.unreachable_since = time.monotonic(), None
-        if message.re:
-            peer.link.settle(message.re)
-        elif not peer.link.fresh(message):
-            kept = peer.link.answer(message.seq)
+        if header.re:
+            peer.link.settle(header.re)
+        elif not peer.link.fresh(header.seq, header.low):
+            kept = peer.link.answer(header.seq)
             if kept is _ACK:
-                self._acks.setdefault(peer, []).append(message.seq)
+                self._acks.setdefault(peer, []).append(header.seq)
             elif kept is not None:
                 self._transmit(peer, kept)
-        elif message.kind == "ping":
-            self._transmit(peer, encode(Message("pong"), self._limit))
-        elif message.kind == "bye":
+        elif isinstance(message, Ping):
+            self._transmit(peer, encode(Pong(), self._limit))
+        elif isinstance(message, Bye):
             self.drop(peer, GOODBYE)
         else:
-            return Request(peer, message)
+            return Request(peer, message, header.seq)
         return None
 
-    def _join(self, identity: bytes, message: Message, key: str | None) -> None:
+    def _join(self, identity: bytes, header: Header, hello: Hello, key: str | None) -> None:
         """Welcomes a peer; a new one fences older incarnations of its name, a repeated greeting is answered again."""
-        hello = message.body
-        role, name, incarnation = hello["role"], hello["name"], hello["incarnation"]
+        role, name, incarnation = hello.role, hello.name, hello.incarnation
         if key is not None and not may_join(key, role, name):
-            self._refuse(identity, message, f"the key {key!r} does not stand for the {role} {name!r}", gone=True)
+            self._refuse(identity, header, f"the key {key!r} does not stand for the {role} {name!r}", gone=True)
             return
         known = self.peers.get(identity)
-        if known is not None and known.hello["nonce"] == hello["nonce"]:
-            kept = known.link.answer(message.seq)
+        if known is not None and known.hello.nonce == hello.nonce:
+            kept = known.link.answer(header.seq)
             if kept is not None:
                 self._transmit(known, kept)
             return
         if identity != f"{role}:{name}:{incarnation}".encode():
-            self._refuse(identity, message, f"greeting of {role}:{name}:{incarnation} from another peer", gone=True)
+            self._refuse(identity, header, f"greeting of {role}:{name}:{incarnation} from another peer", gone=True)
             return
         for other in [p for p in self.peers.values() if (p.role, p.name) == (role, name) or p.identity == identity]:
             if other.incarnation > incarnation:
                 text = f"{role} {name} incarnation {incarnation} is fenced: incarnation {other.incarnation} has joined"
-                self._refuse(identity, message, text, gone=True)
+                self._refuse(identity, header, text, gone=True)
                 return
             if other.identity != identity:
-                self._refuse(other.identity, Message("hello"), f"fenced by incarnation {incarnation}", gone=True)
+                self._refuse(other.identity, None, f"fenced by incarnation {incarnation}", gone=True)
             self.drop(other, f"fenced by incarnation {incarnation}")
         link = Link(max(self._heartbeat_s, 0.2))
         peer = Peer(identity, role, name, incarnation, hello, link, time.monotonic(), key)
-        peer.link.fresh(message)
+        peer.link.fresh(header.seq, header.low)
         self.peers[identity] = peer
         try:
             welcome = self._on_join(peer)
         except Error as error:
             peer.gone = True
             del self.peers[identity]
-            self._refuse(identity, message, str(error), error=type(error).__name__, gone=True)
+            self._refuse(identity, header, str(error), error=type(error).__name__, gone=True)
             return
-        self.reply(Request(peer, message), Reply("welcome", welcome))
+        answer = message_of("welcome", welcome) if isinstance(welcome, dict) else welcome
+        self.reply(Request(peer, hello, header.seq), answer)
 
-    def _refuse(self, identity: bytes, message: Message, text: str, **more: Any) -> None:
+    def _refuse(self, identity: bytes, header: Header | None, text: str, **more: Any) -> None:
         text = text[:MAX_TEXT]  # it may repeat what the peer said, which would not fit
-        wire = encode(Message("error", {"text": text, **more}, re=message.seq), self._limit)
+        wire = encode(Refusal(text, **more), self._limit, re=0 if header is None else header.seq)
         try:
             send(self.socket, [identity, *wire])
         except zmq.ZMQError as error:

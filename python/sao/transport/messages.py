@@ -1,224 +1,438 @@
-"""What passes between actors: one header frame (msgpack map) and any number of raw payload frames.
+"""Every message between the processes of a run, as a class: its fields, their types and their ranges.
 
-Header: `{v, kind, seq, re, low, body}`. `seq` numbers the messages of one sender that want an answer (0: none wanted),
-`re` is the `seq` that a message answers (0: none), `low` is the smallest `seq` that the sender still waits for, so that
-the other side may forget older answers. Bodies hold only msgpack's plain types; nothing received is ever executed.
-`SCHEMA` lists every kind with the fields that it must carry.
+A message from outside is checked against all of that while it is decoded (see `encoding`); handlers need not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+import re as regex
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-import msgpack
+import msgspec
+from msgspec import Meta, Struct
 
-from sao.errors import WireError
+from sao import _core
+from sao.errors import WeightsError
 
-PROTOCOL_VERSION: Final = 1
-MAX_HEADER_BYTES: Final = 1 << 20
-MAX_DEPTH: Final = 16
+MAX_DEPTH: Final = 16  # of maps and lists in fields that hold anything
+MAX_FRAMES: Final = 1 << 16
+
 Buffer = bytes | bytearray | memoryview
-
-_INT, _STR, _NUM, _MAP, _LIST, _BOOL = (int,), (str,), (int, float), (dict,), (list,), (bool,)
-_OPT_NUM, _OPT_MAP, _OPT_STR = (int, float, type(None)), (dict, type(None)), (str, type(None))
-
-# kind -> {field: allowed types}; a name that ends in "?" may be absent. Fields that are not listed are passed through.
-SCHEMA: Final[dict[str, dict[str, tuple[type, ...]]]] = {
-    # both ways
-    "ack": {"accepted?": _BOOL, "reason?": _STR, "more?": _LIST},  # more: other numbers that it answers, too
-    "error": {"text": _STR, "error?": _STR, "gone?": _BOOL, "unknown?": _BOOL},
-    "stop": {"reason": _STR},
-    "ping": {},
-    "pong": {},
-    "bye": {},
-    "cancel": {"seq?": _INT, "ordinal?": _INT, "attempt?": _INT},
-    # joining
-    "hello": {
-        "role": _STR,
-        "name": _STR,
-        "incarnation": _INT,
-        "nonce": _STR,
-        "session?": _STR,
-        "step?": _INT,
-        "weights?": _OPT_MAP,
-        "tasks?": _LIST,
-    },
-    "welcome": {"version": _INT, "weights": _OPT_MAP},
-    # generator -> broker. `received` is the number of tasks received so far: free slots are counted after those.
-    "slots": {"free": _INT, "received?": _INT},
-    "trajectory": {},
-    "failure": {
-        "ordinal": _INT,
-        "attempt": _INT,
-        "reason": _STR,
-        "detail?": _STR,
-        "sampled_tokens": _INT,
-        "split?": _STR,
-    },
-    "eval_result": {"ordinal": _INT, "reward": _OPT_NUM, "reason?": _OPT_STR, "version": _INT, "success?": _BOOL},
-    "stats": {
-        **{"busy_share?": _NUM, "tokens_per_s?": _NUM, "running?": _INT, "waiting?": _INT, "sampled_tokens?": _INT},
-        **{"kv_use?": _NUM, "preempted?": _INT, "episode_limit?": _INT},
-    },
-    "loaded": {"version": _INT, "fingerprint": _STR},
-    "turn": {"ordinal": _INT, "attempt": _INT, "part": _INT, "tokens": _INT, "version": _INT},
-    "diverged": {"ordinal": _INT, "attempt": _INT, "sampled_tokens": _INT},
-    # broker -> generator
-    "tasks": {"tasks": _LIST},
-    "version": {"version": _INT, "fingerprint": _STR, "path": _STR, "source?": _STR},
-    # generator <-> learner, on a line of their own
-    "pull": {"version": _INT, "offset": _INT, "size": _INT},
-    "chunk": {"version": _INT, "offset": _INT, "total": _INT, "crc32": _INT},
-    # learner <-> broker
-    "take": {"n": _INT},
-    "batch": {"lease": _INT, "version": _INT, "ordinals": _LIST},
-    "commit": {
-        "lease": _INT,
-        "step": _INT,
-        "version": _INT,
-        "weights": _OPT_MAP,
-        "trained_tokens": _INT,
-        "masked_tokens": _INT,
-        "metrics": _MAP,
-        "done?": _STR,
-    },
-    # supervisor <-> broker
-    "left": {"role": _STR, "name": _STR, "incarnation": _INT, "reason": _STR},
-    "snapshot": {},
-    "config": {"config?": _MAP},
-    "step": {"step": _INT, "metrics": _MAP},
-    "eval": {"version": _INT, "success": _OPT_NUM, "mean_reward": _OPT_NUM, "n": _INT, "failed": _INT},
-    "event": {"level": _STR, "text": _STR},
-    "done": {"reason": _STR},
-}
+Frames = Annotated[tuple[Any, ...], Meta(max_length=0)]  # of Buffer; they travel beside the body, never in it
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 40)]  # tokens, slots, versions, steps: far beyond any that is real
+Metrics = dict[str, int | float | None]
+Tree = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """One message. `frames` are read-only views of the payload frames; they stay valid as long as they are held."""
+class WeightsRef:
+    """Where the weights of one policy version lie and what they must hash to (32 hex digits)."""
 
-    kind: str
-    body: dict[str, Any] = field(default_factory=dict)
-    frames: tuple[Buffer, ...] = ()
-    seq: int = 0
-    re: int = 0
-    low: int = 0
-    v: int = PROTOCOL_VERSION
+    version: Count
+    path: str
+    fingerprint: str
+    source: str = ""
+    """Endpoint that serves the file to hosts that do not see `path`; empty: none does."""
+
+    def to_message(self) -> dict[str, Any]:
+        """As a plain map."""
+        return asdict(self)
+
+    @classmethod
+    def from_message(cls, body: Any) -> WeightsRef:
+        """Reads what `to_message` made, or the reference itself. Raises `WeightsError`."""
+        try:
+            return body if isinstance(body, WeightsRef) else msgspec.convert(body, cls)
+        except msgspec.ValidationError as error:
+            raise WeightsError(f"weights reference: {error}") from None
+
+
+class Message(Struct, kw_only=True, omit_defaults=True):
+    """Base of all messages. `frames` are the payload: read-only views, valid as long as they are held."""
+
+    n_frames: ClassVar[tuple[int, int]] = (0, 0)
+    """The least and the most payload frames that a message of this kind has."""
+
+    frames: Frames = ()
+
+    @property
+    def kind(self) -> str:
+        """The name of its class on the wire."""
+        from sao.transport import legacy
+
+        return legacy.NAMES.get(type(self), NAMES[type(self)])
 
     @property
     def n_bytes(self) -> int:
         """Bytes of the payload frames."""
-        return sum(memoryview(f).nbytes for f in self.frames)
+        return sum(memoryview(frame).nbytes for frame in self.frames)
+
+    @property
+    def body(self) -> Tree:
+        """The fields by name, for callers that do not know the classes yet."""
+        from sao.transport import legacy
+
+        return legacy.body_of(self)
 
 
-def encode(message: Message, max_message_bytes: int) -> list[Buffer]:
-    """The frames of a message. Raises `WireError` that names kind, size and limit; nothing is sent then."""
-    header = {
-        "v": message.v,
-        "kind": message.kind,
-        "seq": message.seq,
-        "re": message.re,
-        "low": message.low,
-        "body": message.body,
-    }
-    try:
-        packed: bytes = msgpack.packb(header, default=_plain)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise WireError(f"{message.kind}: the body cannot be encoded: {error}") from None
-    if len(packed) > MAX_HEADER_BYTES:
-        raise WireError(f"{message.kind}: header of {len(packed)} bytes exceeds the limit of {MAX_HEADER_BYTES} bytes")
-    for index, frame in enumerate(message.frames):
-        size = memoryview(frame).nbytes
-        if size > max_message_bytes:
-            raise WireError(
-                f"{message.kind}: frame {index} of {size} bytes exceeds "
-                f"transport.max_message_bytes = {max_message_bytes}"
-            )
-    return [packed, *message.frames]
+# -- both ways
 
 
-def decode(frames: Sequence[Buffer], max_message_bytes: int, *, max_frames: int | None = None) -> Message:
-    """Reads frames from outside. Sizes are checked before anything is decoded, depth right after.
+class Ack(Message):
+    """The answer to what needs no other; also whether a rollout or result was `accepted`, else the `reason`."""
 
-    The kind and the body's fields are not judged here, see `check`. Raises `WireError`.
+    accepted: bool = True
+    reason: str = ""
+    more: tuple[Number, ...] = ()
+    """Further messages that this one acknowledges."""
+
+
+class Refusal(Message):
+    """The answer to a message that failed. `error` names the class in `sao.errors`."""
+
+    text: str
+    error: str = ""
+    gone: bool = False
+    """The connection is over: this peer may not join, or has been replaced."""
+    unknown: bool = False
+    """This peer has not joined, or has been given up; it may join again."""
+
+
+class Stop(Message):
+    """The end of the run: to peers, from the supervisor, and in answer to a `Take`."""
+
+    reason: str
+
+
+class Ping(Message):
+    """A sign of life of a peer."""
+
+
+class Pong(Message):
+    """A sign of life of a listener."""
+
+
+class Bye(Message):
+    """The last message of a peer that leaves."""
+
+
+class CancelCall(Message):
+    """The sender no longer waits for the answer to its message `call`."""
+
+    call: Number
+
+
+# -- joining
+
+
+class Hello(Message):
+    """The first message of a peer: who it is and where it stands."""
+
+    role: str
+    name: str
+    incarnation: Number
+    """A later process of the same name has a higher one and fences those before it."""
+    nonce: str
+    """Another for each greeting; a repeated greeting has the same."""
+    session: str = ""
+    """The same for all greetings of one process."""
+    step: Count | None = None
+    """Learner: the step that it continues after. Supervisor: the last one that it knows."""
+    weights: WeightsRef | None = None
+    tasks: tuple[tuple[Number, Number], ...] = ()
+    """Ordinal and attempt of each rollout in flight at a generator."""
+
+
+class Welcome(Message):
+    """The answer to `Hello`: the current policy version and its weights."""
+
+    version: Count = 0
+    weights: WeightsRef | None = None
+    step: Count = 0
+
+
+# -- generator to broker
+
+
+class Slots(Message):
+    """Free places for episodes, counted after `received` tasks in all."""
+
+    free: Count
+    received: Count | None = None
+
+
+class FinishedRollout(Message):
+    """A trajectory: header, payload and sidecars as frames."""
+
+    n_frames = (2, 2 + _core.MAX_SIDECARS)
+
+
+class FailedRollout(Message):
+    """A rollout that ended without a trajectory."""
+
+    ordinal: Number
+    attempt: Number
+    reason: str
+    sampled_tokens: Count
+    detail: str = ""
+
+
+class EvalResult(Message):
+    """The end of a held-out episode; without `reward` it failed. `success`: a verdict beside the reward."""
+
+    ordinal: Number
+    version: Count
+    reward: float | None = None
+    attempt: Number = 0
+    reason: str = ""
+    detail: str = ""
+    success: bool | None = None
+
+
+class KeptTurn(Message):
+    """Turn number `part` of a rollout in flight, so that another generator can go on after it: header and payload."""
+
+    n_frames = (2, 2)
+
+    ordinal: Number
+    attempt: Number
+    part: Count
+    tokens: Count
+    version: Count
+
+
+class Diverged(Message):
+    """The kept turns of this rollout did not fit and it began anew; `sampled_tokens` of them are lost."""
+
+    ordinal: Number
+    attempt: Number
+    sampled_tokens: Count
+
+
+class Loaded(Message):
+    """The weights that a generator serves now."""
+
+    version: Count
+    fingerprint: str
+
+
+class Stats(Message):
+    """How busy a generator was since its last message of this kind."""
+
+    busy_share: float = 0.0
+    tokens_per_s: float = 0.0
+    running: Count = 0
+    waiting: Count = 0
+    sampled_tokens: Count = 0
+    kv_use: float = 0.0
+    preempted: Count = 0
+    episode_limit: Count = 0
+
+
+# -- broker to generator
+
+
+class TaskEntry(Struct, omit_defaults=True):
+    """One task for a generator; the next `2 * turns` frames of its message are the turns that are kept of it."""
+
+    ordinal: Number
+    attempt: Number
+    seed: int
+    split: Literal["train", "eval"]
+    turns: Count = 0
+
+
+class Tasks(Message):
+    """Tasks for free slots."""
+
+    n_frames = (0, MAX_FRAMES)
+
+    tasks: tuple[TaskEntry, ...]
+
+
+class CancelTask(Message):
+    """Nobody waits for the end of this task."""
+
+    ordinal: Number
+    attempt: Number
+
+
+class NewWeights(Message):
+    """A policy version was published."""
+
+    weights: WeightsRef
+
+
+# -- generator and learner
+
+
+class Pull(Message):
+    """Asks for `size` bytes of the weights of a version; answered by `Chunk`."""
+
+    version: Count
+    offset: Number
+    size: Count
+
+
+class Chunk(Message):
+    """Bytes of weights, in one frame, with their checksum; `total` bytes is the whole file."""
+
+    n_frames = (1, 1)
+
+    version: Count
+    offset: Number
+    total: Number
+    crc32: Annotated[int, Meta(ge=0, lt=1 << 32)]
+
+
+# -- learner and broker
+
+
+class Take(Message):
+    """Asks for `n` trajectories; answered by `Batch` when there are as many, by `Stop` at the end of the run."""
+
+    n: Annotated[int, Meta(ge=1, lt=1 << 31)]
+
+
+class Batch(Message):
+    """Leased trajectories: for each, header, payload and sidecars as frames. `ages_s`: since they were finished."""
+
+    n_frames = (0, MAX_FRAMES)
+
+    lease: Number
+    version: Count
+    ordinals: tuple[Number, ...]
+    attempts: tuple[Number, ...]
+    step: Count = 0
+    ages_s: tuple[float, ...] = ()
+
+
+class Commit(Message):
+    """A training step used up a lease; answered by `Position`. `weights`: those it made, if any; `done`: why it is the
+    last.
     """
-    if not frames:
-        raise WireError("message without a frame")
-    if max_frames is not None and len(frames) > max_frames:
-        raise WireError(f"message of {len(frames)} frames exceeds the limit of {max_frames}")
-    head = memoryview(frames[0])
-    if head.nbytes > MAX_HEADER_BYTES:
-        raise WireError(f"header of {head.nbytes} bytes exceeds the limit of {MAX_HEADER_BYTES} bytes")
-    for index, frame in enumerate(frames[1:]):
-        size = memoryview(frame).nbytes
-        if size > max_message_bytes:
-            raise WireError(f"frame {index} of {size} bytes exceeds transport.max_message_bytes = {max_message_bytes}")
-    try:
-        header = msgpack.unpackb(head, ext_hook=_no_extension)
-    except RecursionError:
-        raise WireError("header: nested too deeply") from None
-    except Exception as error:  # msgpack raises a dozen unrelated classes on malformed input
-        raise WireError(f"header: not a valid message: {type(error).__name__}: {error}") from None
-    if not isinstance(header, dict):
-        raise WireError(f"header: expected a map, got {type(header).__name__}")
-    _check_plain(header)
-    v, seq, re, low = header.get("v", 0), header.get("seq", 0), header.get("re", 0), header.get("low", 0)
-    for number in (v, seq, re, low):
-        if type(number) is not int or not 0 <= number < 1 << 63:
-            raise WireError(f"header: v, seq, re and low must be integers >= 0, got {[v, seq, re, low]}")
-    kind, body = header.get("kind"), header.get("body")
-    if not isinstance(kind, str) or not isinstance(body, dict):
-        raise WireError(
-            f"header: kind must be a string and body a map, got {type(kind).__name__} and {type(body).__name__}"
-        )
-    return Message(kind, body, tuple(frames[1:]), seq, re, low, v)
+
+    lease: Number
+    step: Count
+    version: Count
+    trained_tokens: Count
+    masked_tokens: Count
+    metrics: Metrics
+    weights: WeightsRef | None = None
+    done: str = ""
 
 
-def check(message: Message) -> None:
-    """Judges version, kind and the body's fields. Raises `WireError` that names the fault."""
-    if message.v != PROTOCOL_VERSION:
-        raise WireError(f"protocol version {message.v} is not supported, expected {PROTOCOL_VERSION}")
-    schema = SCHEMA.get(message.kind)
-    if schema is None:
-        raise WireError(f"unknown message kind {message.kind[:64]!r}")
-    for name, types in schema.items():
-        key = name.rstrip("?")
-        if key not in message.body:
-            if key == name:
-                raise WireError(f"{message.kind}.{key}: required, not given")
-            continue
-        value = message.body[key]
-        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            wanted = " or ".join(t.__name__ for t in types)
-            raise WireError(f"{message.kind}.{key}: expected {wanted}, got {type(value).__name__}")
+class Position(Message):
+    """Where the run is: the last step that counts and the current policy version."""
+
+    step: Count
+    version: Count
 
 
-def _plain(value: Any) -> Any:
-    """NumPy and torch scalars are sent as the Python number that they hold."""
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} is not a plain value")
+class WorkerError(Message):
+    """Why a worker cannot go on; from the learner this ends the run."""
+
+    text: str
 
 
-def _no_extension(code: int, data: bytes) -> Any:
-    raise ValueError(f"extension type {code} is not permitted")
+# -- supervisor, visitors and broker
 
 
-def _check_plain(value: Any) -> None:
-    """Raises `WireError` for what is nested too deeply or is no plain value."""
+class Left(Message):
+    """The process of a peer ended; answered by `Position`."""
+
+    role: str
+    name: str
+    incarnation: Number
+    reason: str
+
+
+class StepReport(Message):
+    """The metrics of a training step."""
+
+    step: Count
+    metrics: Metrics
+
+
+class EvalReport(Message):
+    """The result of a held-out round. `versions_used`: the lowest and highest policy version of its episodes."""
+
+    version: Count
+    n: Count
+    failed: Count
+    success: float | None = None
+    mean_reward: float | None = None
+    step: Count = 0
+    versions_used: tuple[int, ...] = ()
+    failed_by_reason: dict[str, Count] = {}
+    seconds: float = 0.0
+
+
+class Event(Message):
+    """Something that a user should see."""
+
+    level: Literal["info", "warning", "error"]
+    text: str
+
+
+class Done(Message):
+    """How the run ended."""
+
+    reason: str
+    failed: bool = False
+    step: Count = 0
+    tokens: Tree = {}
+
+    def __post_init__(self) -> None:
+        check_tree(self.tokens)
+
+
+class GetSnapshot(Message):
+    """Asks how the run stands; answered by `Snapshot`."""
+
+
+class Snapshot(Message):
+    """Sizes of all queues and maps, where tasks and tokens are, and what is waited for."""
+
+    state: Tree
+
+    def __post_init__(self) -> None:
+        check_tree(self.state)
+
+
+class GetConfig(Message):
+    """Asks for the configuration of the run; answered by `RunConfig`."""
+
+
+class RunConfig(Message):
+    """The configuration of the run, as `config.json` has it."""
+
+    config: Tree
+
+    def __post_init__(self) -> None:
+        check_tree(self.config)
+
+
+def check_tree(value: Any) -> None:
+    """Raises `ValueError` for what is nested deeper than `MAX_DEPTH`, and for what MessagePack has no plain type."""
     level = [value]
     for _ in range(MAX_DEPTH):
         below: list[Any] = []
         for item in level:
             for child in item.values() if type(item) is dict else item:
-                kind = type(child)
-                if kind is dict or kind is list:
+                if type(child) in (dict, list, tuple):
                     below.append(child)
-                elif kind is msgpack.Timestamp:
-                    raise WireError("header: extension type -1 is not permitted")
+                elif type(child) not in _PLAIN and getattr(child, "ndim", None) != 0:
+                    raise ValueError(f"{type(child).__name__} is not permitted")
         if not below:
             return
         level = below
-    raise WireError(f"header: nested deeper than {MAX_DEPTH} levels")
+    raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+
+
+_PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
+NAMES: Final[dict[type[Message], str]] = {
+    kind: regex.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower() for kind in Message.__subclasses__()
+}

@@ -19,15 +19,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from sao.errors import Error, TransportError, WeightsError
 from sao.transport.actor import Actor
 from sao.transport.client import Client
 from sao.transport.keys import GENERATOR, ClientKeys, ServerKeys
-from sao.transport.mailbox import Peer, Reply, Request
-from sao.transport.messages import Message
-from sao.transport.reference import WeightsRef
+from sao.transport.mailbox import Peer, Request
+from sao.transport.messages import CancelCall, Chunk, Message, Pull, WeightsRef, Welcome
 from sao.transport.weight_file import fingerprint_file
 
 log = logging.getLogger(__name__)
@@ -76,8 +75,8 @@ class WeightsServer:
         )
         if endpoint.endswith(":0"):
             self._announced = self._actor.endpoint
-        self._actor.on("pull", self._pull, GENERATOR)
-        self._actor.on("cancel", lambda request: None, GENERATOR)
+        self._actor.on(Pull, self._pull, GENERATOR)
+        self._actor.on(CancelCall, lambda request: None, GENERATOR)
         self._thread = threading.Thread(target=self._actor.run, name="sao-weights", daemon=True)
         self._thread.start()
 
@@ -115,14 +114,14 @@ class WeightsServer:
                 os.close(kept.file)
             self._open.clear()
 
-    def _join(self, peer: Peer) -> dict[str, Any]:
+    def _join(self, peer: Peer) -> Welcome:
         if peer.role != GENERATOR:
             raise TransportError(f"weights are for generators, not for a {peer.role}")
         with self._lock:
-            return {"version": max(self._open, default=0), "weights": None}
+            return Welcome(max(self._open, default=0))
 
-    def _pull(self, request: Request) -> Reply:
-        version, offset, size = (request.body[key] for key in ("version", "offset", "size"))
+    def _pull(self, request: Request[Pull]) -> Chunk:
+        version, offset, size = request.message.version, request.message.offset, request.message.size
         with self._lock:
             kept = self._open.get(version)
             if kept is None:
@@ -135,8 +134,7 @@ class WeightsServer:
             except OSError as error:  # of this version alone: the others are served on
                 raise WeightsError(f"version {version} cannot be read: {error}") from None
         self.sent_bytes += len(chunk)
-        about = {"version": version, "offset": offset, "total": kept.n_bytes, "crc32": zlib.crc32(chunk)}
-        return Reply("chunk", about, (chunk,))
+        return Chunk(version, offset, kept.n_bytes, zlib.crc32(chunk), frames=(chunk,))
 
 
 @dataclass(frozen=True)
@@ -293,22 +291,20 @@ class _Transfer:
                 self._next += size
             else:
                 return
-            body = {"version": self._version, "offset": offset, "size": size}
-            self._asked[self._client.call("pull", body)] = offset, size, time.monotonic()
+            self._asked[self._client.call(Pull(self._version, offset, size))] = offset, size, time.monotonic()
 
     def _take(self, file: int, offset: int, size: int, asked: float, message: Message) -> None:
-        body = message.body
-        total = body.get("total")
-        if message.kind != "chunk" or not isinstance(total, int) or len(message.frames) != 1:
-            raise WeightsError(f"an answer of kind {message.kind!r} with {len(message.frames)} frames is no chunk")
+        if not isinstance(message, Chunk):
+            raise WeightsError(f"an answer of kind {message.kind!r} is no chunk")
+        total = message.total
         if self._total is None:
             self._begin(file, total)
             size = self._next = min(size, total)
         data = memoryview(message.frames[0])
-        if (body["version"], body["offset"], total) != (self._version, offset, self._total) or data.nbytes != size:
-            got = f"{data.nbytes} bytes at {body['offset']} of {total} of version {body['version']}"
+        if (message.version, message.offset, total) != (self._version, offset, self._total) or data.nbytes != size:
+            got = f"{data.nbytes} bytes at {message.offset} of {total} of version {message.version}"
             raise WeightsError(f"expected {size} bytes at {offset} of {self._total}, got {got}")
-        if zlib.crc32(data) != body["crc32"]:
+        if zlib.crc32(data) != message.crc32:
             self._wrong[offset] = self._wrong.get(offset, 0) + 1
             if self._wrong[offset] >= TRIES:
                 raise WeightsError(f"the chunk at byte {offset} has a wrong checksum, {TRIES} times")

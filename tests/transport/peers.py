@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sao.transport import LATER, Actor, Client, Peer, Reply, Request
+from sao.transport import LATER, Actor, Client, Peer, Request
+from sao.transport.messages import Ack, CancelCall, FinishedRollout, Message, Slots, Take, Welcome
 from sao.transport.sockets import private_folder
 
 
@@ -19,15 +20,15 @@ class Server:
         options = {"heartbeat_s": 0.1, "peer_timeout_s": 3.0} | options
         self.joined: list[Peer] = []
         self.left: list[tuple[str, str]] = []
-        self.got: list[dict[str, Any]] = []
+        self.got: list[Any] = []
         self.cancelled: list[int] = []
         self.delay_s = 0.0
         self.version = 7
         self.actor = Actor(endpoint, on_join=self._join, on_leave=self._leave, **options)
-        self.actor.on("slots", self._slots)
-        self.actor.on("trajectory", self._trajectory)
-        self.actor.on("take", lambda request: LATER, "learner")
-        self.actor.on("cancel", lambda request: self.cancelled.append(request.body["seq"]))
+        self.actor.on(Slots, self._slots)
+        self.actor.on(FinishedRollout, self._rollout)
+        self.actor.on(Take, lambda request: LATER, "learner")
+        self.actor.on(CancelCall, lambda request: self.cancelled.append(request.message.call))
         self._thread = threading.Thread(target=self.actor.run, daemon=True)
 
     def start(self) -> Server:
@@ -41,8 +42,8 @@ class Server:
         assert done.wait(5)
         return result[0]
 
-    def push(self, peer: Peer, kind: str, body: dict[str, Any]) -> None:
-        self.in_loop(lambda: self.actor.mailbox.push(peer, kind, body))
+    def push(self, peer: Peer, message: Message) -> None:
+        self.in_loop(lambda: self.actor.mailbox.push(peer, message))
 
     def stop(self) -> None:
         self.actor.stop()
@@ -51,24 +52,23 @@ class Server:
             assert not self._thread.is_alive()
         self.actor.close()
 
-    def _join(self, peer: Peer) -> dict[str, Any]:
+    def _join(self, peer: Peer) -> Welcome:
         self.joined.append(peer)
-        return {"version": self.version, "weights": None}
+        return Welcome(self.version)
 
     def _leave(self, peer: Peer, reason: str) -> None:
         self.left.append((f"{peer.name}:{peer.incarnation}", reason))
 
-    def _slots(self, request: Request) -> Reply:
+    def _slots(self, request: Request[Slots]) -> Ack:
         if self.delay_s:
             time.sleep(self.delay_s)
-        self.got.append(request.body)
-        return Reply(body={"reason": str(request.body["free"])})
+        self.got.append(request.message)
+        return Ack(reason=str(request.message.free))
 
-    def _trajectory(self, request: Request) -> Reply:
+    def _rollout(self, request: Request[FinishedRollout]) -> None:
         if self.delay_s:
             time.sleep(self.delay_s)
-        self.got.append({**request.body, "frames": [bytes(frame) for frame in request.message.frames]})
-        return Reply(body={"accepted": True})
+        self.got.append([bytes(frame) for frame in request.message.frames])
 
 
 @contextmanager
