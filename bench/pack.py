@@ -9,7 +9,6 @@ micro-batch takes as long as its slowest rank / time of a perfect split. Cost of
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -106,12 +105,10 @@ def main() -> None:
         for n in sizes[:2]:
             lengths = make(n, 0)
             ours = lambda x=lengths, c=capacity: plan(x, RANKS, c, 1)  # noqa: E731
-            quick = lambda x=lengths, c=capacity: plan(x, RANKS, c, 1, max_imbalance=math.inf)  # noqa: E731
             theirs = lambda x=lengths, c=capacity: longest_processing_time(x, c)  # noqa: E731
             for kind, call, costs in (
                 ("greedy, then first fit", theirs, theirs()),
                 ("sao", ours, ours().costs),
-                ("sao, lock step alone", quick, quick().costs),
             ):
                 time_s = median(seconds(call, at_least=1))
                 counts = sorted({int((row > 0).sum()) for row in costs})

@@ -9,7 +9,7 @@ cargo build --quiet --release -p sao-core --example hot_paths
 program="${CARGO_TARGET_DIR:-target}/release/examples/hot_paths"
 counted="$(mktemp)"
 trap 'rm -f "$counted"' EXIT
-for name in pack plan odd_plans advantages encode decode buffer; do
+for name in pack plan advantages encode decode buffer; do
 	log="$(valgrind --tool=callgrind --callgrind-out-file=/dev/null --toggle-collect='*measured*' "$program" "$name" 2>&1)"
 	echo "$name $(sed -n 's/.*Collected : *\([0-9]*\).*/\1/p' <<<"$log")" >>"$counted"
 done

@@ -65,7 +65,7 @@ def main() -> None:
     assert [bytes(lease.header) for lease in raw.try_take_tasks([6])] == [b"h"]
 
     lengths = agentic_lengths(150, 0, 10, 5000)
-    where = plan(lengths, 4, 8192, 1, max_imbalance=1.0)
+    where = plan(lengths, 4, 8192, 1)
     assert where.n_micro_batches * 4 >= len(pack(lengths, 8192)[1]) - 1
 
     n = 3000

@@ -69,10 +69,6 @@ class Plan:
         """Cost of each micro-batch, [ranks, n_micro_batches]."""
 
     @property
-    def least_cost(self) -> float:
-        """No plan's heaviest rank can cost less: the mean over the ranks, or the heaviest segment alone."""
-
-    @property
     def n_micro_batches(self) -> int: ...
     @property
     def hash(self) -> int:
@@ -86,17 +82,13 @@ def plan(
     *,
     linear_cost: float = 24576.0,
     quadratic_cost: float = 1.0,
-    max_imbalance: float = 1.02,
 ) -> Plan:
     """Lays segments out over ranks, micro-batches and rows; deterministic.
 
     No row exceeds `row_tokens`. Every rank has the same number of micro-batches, the least that holds all rows; a rank
     may have fewer rows in one, or none at all, but no micro-batch is empty on all ranks. Rows are balanced by cost,
     linear_cost * l + quadratic_cost * l^2 per segment of l tokens (only the ratio matters; the default suits 7B
-    models): the step is short when every micro-batch takes as long as its slowest rank, and the heaviest rank costs at
-    most `max_imbalance` times `least_cost`, as far as segments can be exchanged for that. Both cannot be 1 with few
-    rows of heavy-tailed lengths; `math.inf` is for ranks that wait for one another in every micro-batch, where that
-    time alone counts.
+    models), so that the step is short when every micro-batch takes as long as its slowest rank.
 
     Raises `ValidationError` for no segments, for a length outside 1..row_tokens (naming index, length and limit) and
     for parameters out of range.

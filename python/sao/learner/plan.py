@@ -11,7 +11,6 @@ The estimate of a micro-batch is that of its slowest rank: rows * width * (linea
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -68,9 +67,7 @@ def plan_segments(
         parts = []
         for members in classes:
             width = int(lengths[members].max())
-            # Ranks wait for one another in every micro-batch: what they cost in all does not matter.
-            options = {"linear_cost": linear_cost, "max_imbalance": math.inf}
-            parts.append(_core.plan(lengths[members], ranks, width, bound // width, **options))
+            parts.append(_core.plan(lengths[members], ranks, width, bound // width, linear_cost=linear_cost))
         cost = sum(_cost(lengths[m], part, ranks, linear_cost) for m, part in zip(classes, parts, strict=True))
         if cost < least:
             best, least = (classes, parts), cost

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -43,13 +42,10 @@ def pack(quick: bool) -> Iterator[Row]:
     ):
         for n in (512, 8_192):
             lengths = lengths_of(n)
-            for imbalance in (1.02, math.inf):
-                plan = lambda x=lengths, c=capacity, i=imbalance: _core.plan(x, RANKS, c, 1, max_imbalance=i)  # noqa: E731
-                durations = times_us(plan, budget_s)
-                heaviest, lock_step = evenness(plan().costs)
-                note = f"heaviest rank {heaviest:.4f} of the mean, lock-step {lock_step:.4f}"
-                how = "sao, lock step alone" if imbalance == math.inf else "sao"
-                yield row(f"plan for {RANKS} ranks", f"{n} {name}", how, durations, n, "segment", note)
+            durations = times_us(lambda x=lengths, c=capacity: _core.plan(x, RANKS, c, 1), budget_s)  # type: ignore[misc]
+            heaviest, lock_step = evenness(_core.plan(lengths, RANKS, capacity, 1).costs)
+            note = f"heaviest rank {heaviest:.4f} of the mean, lock-step {lock_step:.4f}"
+            yield row(f"plan for {RANKS} ranks", f"{n} {name}", "sao", durations, n, "segment", note)
 
 
 def advantage(quick: bool) -> Iterator[Row]:

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use sao_core::advantage::{advantages, Batch, CrossSegment, Lambda, Parameters};
 use sao_core::buffer::{Buffer, Limits, Policy};
-use sao_core::pack::{pack, plan, Layout};
+use sao_core::pack::pack;
+use sao_core::plan::{plan, Layout};
 use sao_core::trajectory::{Segment, SegmentKind, Span, TerminationKind, Trajectory};
 use sao_core::wire::{decode, encode};
 
@@ -22,37 +23,6 @@ fn lengths(n: u64) -> Vec<i64> {
             100 + (hash % 1000 * (hash % 997) / 5) as i64
         })
         .collect()
-}
-
-/// Inputs that once took seconds to plan: 50,000 short segments and some that fill a row alone, and nothing but these.
-fn odd_plans() {
-    let cap = 200_000;
-    let short = |full: usize| -> Vec<i64> {
-        let mut lengths: Vec<i64> = lengths(50_000).iter().map(|n| 50 + n % 1950).collect();
-        lengths[..full].fill(cap);
-        lengths
-    };
-    for (lengths, ranks, rows) in [
-        (short(0), 64, 16),
-        (short(1), 2, 4),
-        (short(1), 8, 16),
-        (short(2), 4, 1),
-        (vec![cap; 50_000], 1, 1),
-    ] {
-        let layout = layout(ranks, rows, 1.0);
-        drop(measured(|| plan(&lengths, &layout)).expect("valid"));
-    }
-}
-
-fn layout(ranks: usize, rows_per_micro_batch: usize, max_imbalance: f64) -> Layout {
-    Layout {
-        ranks,
-        row_tokens: 200_000,
-        rows_per_micro_batch,
-        linear_cost: 24576.0,
-        quadratic_cost: 1.0,
-        max_imbalance,
-    }
 }
 
 /// Observations of 700 tokens and answers of 300.
@@ -155,16 +125,21 @@ fn main() {
     match name.as_str() {
         "pack" => drop(measured(|| pack(&lengths(8192), 200_000)).expect("valid")),
         "plan" => {
-            let layout = layout(8, 1, 1.02);
+            let layout = Layout {
+                ranks: 8,
+                row_tokens: 200_000,
+                rows_per_micro_batch: 1,
+                linear_cost: 24576.0,
+                quadratic_cost: 1.0,
+            };
             drop(measured(|| plan(&lengths(512), &layout)).expect("valid"));
         }
-        "odd_plans" => odd_plans(),
         "advantages" => gae(),
         "encode" => wire(false),
         "decode" => wire(true),
         "buffer" => buffer(),
         other => {
-            panic!("{other:?} is not pack, plan, odd_plans, advantages, encode, decode or buffer")
+            panic!("{other:?} is not pack, plan, advantages, encode, decode or buffer")
         }
     }
 }

@@ -3,14 +3,11 @@
 #![cfg_attr(loom, allow(dead_code))] // `tests/models.rs` builds this without the models in it
 
 pub mod advantage;
-mod balance;
-mod binpack;
 mod budget;
 pub mod buffer;
 mod checksum;
 mod compact;
 mod cpu;
-mod descend;
 pub mod error;
 mod event;
 mod fold;
@@ -19,6 +16,7 @@ mod index;
 pub mod journal;
 pub mod ledger;
 pub mod pack;
+pub mod plan;
 mod pool;
 mod reader;
 mod ring;

@@ -1,8 +1,7 @@
-//! Packing of ragged segments into rows, and the plan of a learner step over ranks and micro-batches.
+//! Packing of ragged segments into few rows: best fit decreasing in nearly linear time, by a radix sort, a bitset over the
+//! free room, and one heap of bins per room.
 
-use crate::balance::{balance, least};
-use crate::binpack::{best_fit_decreasing, longest_first};
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// Bins of a packing: bin `b` holds the items `order[offsets[b]..offsets[b + 1]]`, in ascending index.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,28 +42,26 @@ impl Bins {
     }
 }
 
-fn invalid(text: String) -> Error {
-    Error::Validation(text)
-}
-
-fn check(lengths: &[i64], capacity: i64, name: &'static str) -> Result<()> {
+pub(crate) fn check_lengths(lengths: &[i64], capacity: i64, name: &'static str) -> Result<()> {
     if capacity < 1 {
-        return Err(invalid(format!("{name}: {capacity} must be at least 1")));
+        return Err(Error::Validation(format!(
+            "{name}: {capacity} must be at least 1"
+        )));
     }
     if u32::try_from(lengths.len()).is_err() {
-        return Err(invalid(format!(
+        return Err(Error::Validation(format!(
             "lengths: {} segments are too many",
             lengths.len()
         )));
     }
     for (index, &length) in lengths.iter().enumerate() {
         if length < 1 {
-            return Err(invalid(format!(
+            return Err(Error::Validation(format!(
                 "lengths[{index}]: {length} is not a positive number of tokens"
             )));
         }
         if length > capacity {
-            return Err(invalid(format!(
+            return Err(Error::Validation(format!(
                 "lengths[{index}]: {length} tokens do not fit into {name} = {capacity}"
             )));
         }
@@ -78,383 +75,269 @@ fn check(lengths: &[i64], capacity: i64, name: &'static str) -> Result<()> {
 /// # Errors
 /// [`Error::Validation`] names the first length that is not in `1..=capacity`.
 pub fn pack(lengths: &[i64], capacity: i64) -> Result<Bins> {
-    check(lengths, capacity, "capacity")?;
+    check_lengths(lengths, capacity, "capacity")?;
     let (bin_of, bins) = best_fit_decreasing(lengths, capacity);
     Ok(Bins::from_assignment(&bin_of, bins))
 }
 
-/// How a learner step is laid out.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Layout {
-    /// Learner ranks.
-    pub ranks: usize,
-    /// Tokens of a row.
-    pub row_tokens: i64,
-    /// Rows of a micro-batch.
-    pub rows_per_micro_batch: usize,
-    /// Cost of a token outside attention.
-    pub linear_cost: f64,
-    /// Cost of a pair of tokens in attention; a segment costs `linear * n + quadratic * n * n`.
-    pub quadratic_cost: f64,
-    /// The heaviest rank should cost at most this multiple of [`Plan::least_cost`], even if the step in lock step takes
-    /// longer for that; infinity if that time alone counts.
-    pub max_imbalance: f64,
-}
+/// Largest capacity for which rooms are table indices; above it the table would cost more than the search saves.
+const MAX_TABLE: i64 = 1 << 22;
+const NONE: u32 = u32::MAX;
 
-impl Layout {
-    pub(crate) fn cost(&self, length: i64) -> f64 {
-        let n = length as f64;
-        self.linear_cost * n + self.quadratic_cost * n * n
+/// Items by falling length, equal ones by rising index. Lengths are positive, fewer than 2^32.
+pub(crate) fn longest_first(lengths: &[i64]) -> Vec<u32> {
+    let longest = lengths.iter().copied().max().unwrap_or(0);
+    let Ok(range) = u32::try_from(longest) else {
+        let mut items: Vec<u32> = (0..lengths.len() as u32).collect();
+        items.sort_by_key(|&item| std::cmp::Reverse(lengths[item as usize]));
+        return items;
+    };
+    // Key and index in one word, so that every pass reads in order; least significant digit first keeps ties in order.
+    let mut from: Vec<u64> = (0u64..)
+        .zip(lengths)
+        .map(|(index, &length)| ((longest - length) as u64) << 32 | index)
+        .collect();
+    if lengths.len() < 256 {
+        from.sort_unstable();
+        return from.into_iter().map(|word| word as u32).collect();
     }
-
-    fn rows_per_step(&self) -> usize {
-        self.ranks * self.rows_per_micro_batch
+    let bits = 32 - range.leading_zeros();
+    let passes = bits.div_ceil(11);
+    let width = bits.div_ceil(passes);
+    let mask = (1usize << width) - 1;
+    let mut to = vec![0u64; from.len()];
+    for pass in 0..passes {
+        let shift = 32 + pass * width;
+        let mut starts = [0u32; 1 << 11];
+        for word in &from {
+            starts[(word >> shift) as usize & mask] += 1;
+        }
+        let mut total = 0;
+        for start in &mut starts[..=mask] {
+            total += std::mem::replace(start, total);
+        }
+        for &word in &from {
+            let start = &mut starts[(word >> shift) as usize & mask];
+            to[*start as usize] = word;
+            *start += 1;
+        }
+        std::mem::swap(&mut from, &mut to);
     }
+    from.into_iter().map(|word| word as u32).collect()
 }
 
-/// Where every segment goes: rank, micro-batch, row of the micro-batch and first token inside the row.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Plan {
-    /// Rank of each segment.
-    pub rank: Vec<i32>,
-    /// Micro-batch of each segment.
-    pub micro_batch: Vec<i32>,
-    /// Row of each segment inside its micro-batch.
-    pub row: Vec<i32>,
-    /// First token of each segment inside its row.
-    pub position: Vec<i32>,
-    /// Micro-batches of every rank.
-    pub n_micro_batches: usize,
-    /// Cost of each micro-batch, `[rank * n_micro_batches + micro_batch]`.
-    pub costs: Vec<f64>,
-    /// No plan's heaviest rank costs less: the mean over the ranks, or the heaviest segment alone.
-    pub least_cost: f64,
-    /// Hash of the input and of everything above; equal on two ranks only if their plans are.
-    pub hash: u64,
-}
-
-/// Lays `lengths` out over ranks and micro-batches.
-///
-/// Every rank gets the same number of micro-batches, so that no rank waits in a collective the others never enter. Two
-/// layouts are tried: the rows of [`pack`] dealt by falling cost, and rows filled for the whole micro-batch at once, each
-/// segment to the cheapest row that has room. Fewer micro-batches win, then the shorter time when every micro-batch
-/// takes as long as its slowest rank. Of that one segments then change places until no rank costs more than
-/// `max_imbalance` allows, if that can be had with so many micro-batches, and the time is as short as was found under
-/// that condition. A rank may have fewer rows in a micro-batch, or none at all; none is empty on all ranks.
-///
-/// # Errors
-/// [`Error::Validation`] for a length outside `1..=row_tokens`, for no lengths, and for parameters out of range.
-pub fn plan(lengths: &[i64], layout: &Layout) -> Result<Plan> {
-    check_layout(layout)?;
-    check(lengths, layout.row_tokens, "row_tokens")?;
-    if lengths.is_empty() {
-        return Err(invalid(
-            "lengths: empty; a plan needs at least one segment".into(),
-        ));
-    }
-    let costs: Vec<f64> = lengths.iter().map(|&length| layout.cost(length)).collect();
-    let mut plan = laid_out(lengths, &costs, layout)?;
-    balance(&mut plan, lengths, &costs, layout);
-    plan.least_cost = least(&costs, layout.ranks);
-    plan.hash = hash(lengths, layout, &plan);
-    Ok(plan)
-}
-
-/// The better of the two layouts, before its ranks are evened out.
-pub(crate) fn laid_out(lengths: &[i64], costs: &[f64], layout: &Layout) -> Result<Plan> {
-    let dealt = deal(
-        &by_falling_cost(pack(lengths, layout.row_tokens)?, costs, layout),
-        lengths,
-        costs,
-        layout,
-    );
-    let filled = deal(&fill_steps(lengths, costs, layout), lengths, costs, layout);
-    let rank = |plan: &Plan| (plan.n_micro_batches, lock_step(plan, layout));
-    Ok(if rank(&filled) < rank(&dealt) {
-        filled
+/// The bin of each item and the number of bins: best fit, longest first, the older of equally full bins.
+pub(crate) fn best_fit_decreasing(lengths: &[i64], capacity: i64) -> (Vec<u32>, usize) {
+    if capacity <= MAX_TABLE {
+        fill(lengths, Table::new(capacity as usize), capacity)
     } else {
-        dealt
-    })
-}
-
-/// Rows of a step, one after another; a step is a micro-batch of all ranks.
-struct Steps {
-    bins: Bins,
-    /// Bin indices of each step.
-    steps: Vec<Vec<usize>>,
-}
-
-fn row_cost(items: &[i64], costs: &[f64]) -> f64 {
-    items.iter().map(|&item| costs[item as usize]).sum()
-}
-
-/// Rows of like cost in the same step, so that ranks wait little for one another.
-fn by_falling_cost(bins: Bins, costs: &[f64], layout: &Layout) -> Steps {
-    let row_costs: Vec<f64> = (0..bins.count())
-        .map(|bin| row_cost(bins.bin(bin), costs))
-        .collect();
-    let mut rows: Vec<usize> = (0..bins.count()).collect();
-    rows.sort_by(|&a, &b| row_costs[b].total_cmp(&row_costs[a]).then(a.cmp(&b)));
-    let steps = rows
-        .chunks(layout.rows_per_step())
-        .map(<[usize]>::to_vec)
-        .collect();
-    Steps { bins, steps }
-}
-
-/// No less than the most room of a row in each step: made smaller when a segment turns out not to fit, so that filling
-/// a row costs nothing here. The first step that may have room is found in a tree of maxima with its root at 1.
-#[derive(Default)]
-struct Rooms {
-    most: Vec<i64>,
-    steps: usize,
-}
-
-impl Rooms {
-    fn leaves(&self) -> usize {
-        self.most.len() / 2
-    }
-
-    fn first(&self, length: i64) -> Option<usize> {
-        let mut at = 1;
-        if self.most.get(at).is_none_or(|most| *most < length) {
-            return None;
-        }
-        while at < self.leaves() {
-            at *= 2;
-            at += usize::from(self.most[at] < length);
-        }
-        Some(at - self.leaves())
-    }
-
-    fn set(&mut self, step: usize, room: i64) {
-        let mut at = self.leaves() + step;
-        self.most[at] = room;
-        while at > 1 {
-            at /= 2;
-            self.most[at] = self.most[2 * at].max(self.most[2 * at + 1]);
-        }
-    }
-
-    /// Adds a step.
-    fn push(&mut self, room: i64) -> usize {
-        let step = self.steps;
-        if step == self.leaves() {
-            let leaves = self.most.split_off(step);
-            let twice = 2 * step.max(1);
-            self.most = vec![0; 2 * twice];
-            self.most[twice..twice + leaves.len()].copy_from_slice(&leaves);
-            for at in (1..twice).rev() {
-                self.most[at] = self.most[2 * at].max(self.most[2 * at + 1]);
-            }
-        }
-        self.steps += 1;
-        self.set(step, room);
-        step
+        fill(lengths, std::collections::BTreeSet::new(), capacity)
     }
 }
 
-/// Longest first, each segment into the first step with room for it, and there into the cheapest row that has room.
-fn fill_steps(lengths: &[i64], costs: &[f64], layout: &Layout) -> Steps {
-    let width = layout.rows_per_step().min(lengths.len());
+/// Open bins by the room they have left.
+trait Open {
+    /// Takes out the bin with the least room of at least `length`, the older of equals, and gives (room, bin).
+    fn best(&mut self, length: i64) -> Option<(i64, u32)>;
+    fn insert(&mut self, room: i64, bin: u32);
+}
+
+impl Open for std::collections::BTreeSet<(i64, u32)> {
+    fn best(&mut self, length: i64) -> Option<(i64, u32)> {
+        let entry = self.range((length, 0)..).next().copied()?;
+        self.remove(&entry);
+        Some(entry)
+    }
+
+    fn insert(&mut self, room: i64, bin: u32) {
+        Self::insert(self, (room, bin));
+    }
+}
+
+fn fill(lengths: &[i64], mut open: impl Open, capacity: i64) -> (Vec<u32>, usize) {
     let mut bin_of = vec![0u32; lengths.len()];
-    let (mut room, mut cost, mut most_room) = (Vec::new(), Vec::<f64>::new(), Rooms::default());
-    for item in longest_first(lengths) {
+    let order = longest_first(lengths);
+    let shortest = order.last().map_or(0, |&item| lengths[item as usize]);
+    let mut bins = 0u32;
+    for item in order {
         let length = lengths[item as usize];
-        let row = loop {
-            let step = most_room.first(length).unwrap_or_else(|| {
-                room.resize(room.len() + width, layout.row_tokens);
-                cost.resize(cost.len() + width, 0.0);
-                most_room.push(layout.row_tokens)
-            });
-            let first = step * width;
-            let (rooms, costs) = (&room[first..][..width], &cost[first..][..width]);
-            let (mut row, mut least) = (usize::MAX, f64::INFINITY);
-            for (at, (&room, &cost)) in rooms.iter().zip(costs).enumerate() {
-                if room >= length && (cost < least || row == usize::MAX) {
-                    (row, least) = (at, cost);
+        let (room, bin) = open.best(length).unwrap_or_else(|| {
+            bins += 1;
+            (capacity, bins - 1)
+        });
+        // A bin without room for the shortest item is full.
+        if room - length >= shortest {
+            open.insert(room - length, bin);
+        }
+        bin_of[item as usize] = bin;
+    }
+    (bin_of, bins as usize)
+}
+
+/// A heap of bins for every room, and which of them are not empty.
+struct Table {
+    rooms: Bits,
+    /// Oldest bin with that room.
+    top: Vec<u32>,
+    /// Children of a bin in its heap.
+    children: Vec<[u32; 2]>,
+}
+
+impl Table {
+    fn new(capacity: usize) -> Self {
+        Self {
+            rooms: Bits::new(capacity + 1),
+            top: vec![NONE; capacity + 1],
+            children: Vec::new(),
+        }
+    }
+
+    /// Skew heap: smallest bin on top, both operations in amortised logarithmic time.
+    fn merge(&mut self, mut a: u32, mut b: u32) -> u32 {
+        let mut root = NONE;
+        // Where the merged rest hangs: below this bin, on its left.
+        let mut parent = NONE;
+        loop {
+            if a == NONE || b == NONE {
+                let rest = if a == NONE { b } else { a };
+                if parent == NONE {
+                    return rest;
                 }
+                self.children[parent as usize][0] = rest;
+                return root;
             }
-            if row < width {
-                break first + row;
+            if b < a {
+                (a, b) = (b, a);
             }
-            most_room.set(step, rooms.iter().copied().max().unwrap_or(0));
-        };
-        room[row] -= length;
-        cost[row] += costs[item as usize];
-        bin_of[item as usize] = row as u32;
-    }
-    let bins = Bins::from_assignment(&bin_of, room.len());
-    let of_step = |step: usize| {
-        let mut rows: Vec<usize> = (step * width..(step + 1) * width)
-            .filter(|&row| !bins.bin(row).is_empty())
-            .collect();
-        rows.sort_by(|&a, &b| cost[b].total_cmp(&cost[a]).then(a.cmp(&b)));
-        rows
-    };
-    let steps = (0..room.len() / width).map(of_step).collect();
-    Steps { bins, steps }
-}
-
-/// Deals the rows of every step over the ranks, heaviest first to the rank with the lightest micro-batch, then load.
-fn deal(rows: &Steps, lengths: &[i64], costs: &[f64], layout: &Layout) -> Plan {
-    let (n, n_micro_batches) = (lengths.len(), rows.steps.len());
-    let mut plan = Plan {
-        rank: vec![0; n],
-        micro_batch: vec![0; n],
-        row: vec![0; n],
-        position: vec![0; n],
-        n_micro_batches,
-        costs: vec![0.0; layout.ranks * n_micro_batches],
-        least_cost: 0.0,
-        hash: 0,
-    };
-    let mut load = vec![0.0f64; layout.ranks];
-    for (step, bins) in rows.steps.iter().enumerate() {
-        let mut used = vec![0usize; layout.ranks];
-        let mut micro_batch = vec![0.0f64; layout.ranks];
-        for &bin in bins {
-            let lighter = |&a: &usize, &b: &usize| {
-                micro_batch[a]
-                    .total_cmp(&micro_batch[b])
-                    .then(load[a].total_cmp(&load[b]))
-                    .then(a.cmp(&b))
-            };
-            let free = (0..layout.ranks).filter(|&rank| used[rank] < layout.rows_per_micro_batch);
-            let Some(rank) = free.min_by(lighter) else {
-                continue;
-            };
-            let items = rows.bins.bin(bin);
-            for (item, position) in starts(items, lengths) {
-                plan.rank[item] = rank as i32;
-                plan.micro_batch[item] = step as i32;
-                plan.row[item] = used[rank] as i32;
-                plan.position[item] = position;
+            if parent == NONE {
+                root = a;
+            } else {
+                self.children[parent as usize][0] = a;
             }
-            let cost = row_cost(items, costs);
-            used[rank] += 1;
-            micro_batch[rank] += cost;
-            load[rank] += cost;
-        }
-        for (rank, cost) in micro_batch.into_iter().enumerate() {
-            plan.costs[rank * n_micro_batches + step] = cost;
+            let [left, right] = self.children[a as usize];
+            self.children[a as usize] = [NONE, left];
+            (parent, a) = (a, right);
         }
     }
-    plan
 }
 
-/// Time of the step when each micro-batch takes as long as its slowest rank.
-pub(crate) fn lock_step(plan: &Plan, layout: &Layout) -> f64 {
-    let slowest = |step: usize| {
-        (0..layout.ranks)
-            .map(|rank| plan.costs[rank * plan.n_micro_batches + step])
-            .fold(0.0, f64::max)
-    };
-    (0..plan.n_micro_batches).map(slowest).sum()
-}
+impl Open for Table {
+    fn best(&mut self, length: i64) -> Option<(i64, u32)> {
+        let room = self.rooms.next(length as usize)?;
+        let bin = self.top[room];
+        let [left, right] = self.children[bin as usize];
+        let top = self.merge(left, right);
+        self.top[room] = top;
+        if top == NONE {
+            self.rooms.clear(room);
+        }
+        Some((room as i64, bin))
+    }
 
-fn starts<'a>(items: &'a [i64], lengths: &'a [i64]) -> impl Iterator<Item = (usize, i32)> + 'a {
-    items.iter().scan(0i64, |position, &item| {
-        let start = *position;
-        *position += lengths[item as usize];
-        Some((item as usize, start as i32))
-    })
-}
-
-fn check_layout(layout: &Layout) -> Result<()> {
-    let parameter = |name: &str, value: f64, expected: &str| {
-        Err(invalid(format!("{name}: {value} must be {expected}")))
-    };
-    if layout.ranks < 1 || layout.ranks > 1 << 20 {
-        return parameter("ranks", layout.ranks as f64, "in 1..=1048576");
-    }
-    if layout.rows_per_micro_batch < 1 || layout.rows_per_micro_batch > 1 << 20 {
-        return parameter(
-            "rows_per_micro_batch",
-            layout.rows_per_micro_batch as f64,
-            "in 1..=1048576",
-        );
-    }
-    if layout.row_tokens > i64::from(i32::MAX) {
-        return parameter("row_tokens", layout.row_tokens as f64, "at most 2147483647");
-    }
-    for (name, value) in [
-        ("linear_cost", layout.linear_cost),
-        ("quadratic_cost", layout.quadratic_cost),
-    ] {
-        if !value.is_finite() || value < 0.0 {
-            return parameter(name, value, "finite and not negative");
+    fn insert(&mut self, room: i64, bin: u32) {
+        let (room, at) = (room as usize, bin as usize);
+        if self.children.len() <= at {
+            self.children.resize(at + 1, [NONE; 2]);
+        }
+        self.children[at] = [NONE; 2];
+        if self.top[room] == NONE {
+            self.top[room] = bin;
+            self.rooms.set(room);
+        } else {
+            self.top[room] = self.merge(self.top[room], bin);
         }
     }
-    if layout.max_imbalance.is_nan() || layout.max_imbalance < 1.0 {
-        return parameter("max_imbalance", layout.max_imbalance, "at least 1");
-    }
-    Ok(())
 }
 
-/// FNV-1a, 64 bit, over little-endian words: stable over platforms and versions.
-fn hash(lengths: &[i64], layout: &Layout, plan: &Plan) -> u64 {
-    let mut state = 0xcbf2_9ce4_8422_2325_u64;
-    let mut feed = |word: u64| {
-        for byte in word.to_le_bytes() {
-            state = (state ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
-        }
-    };
-    feed(layout.ranks as u64);
-    feed(layout.row_tokens as u64);
-    feed(layout.rows_per_micro_batch as u64);
-    feed(plan.n_micro_batches as u64);
-    for &length in lengths {
-        feed(length as u64);
-    }
-    for column in [&plan.rank, &plan.micro_batch, &plan.row, &plan.position] {
-        for &value in column {
-            feed(value as u64);
+/// A set of small integers; a bit of a level says whether the 64 below it are all empty.
+struct Bits(Vec<Vec<u64>>);
+
+impl Bits {
+    fn new(mut size: usize) -> Self {
+        let mut levels = Vec::new();
+        loop {
+            size = size.div_ceil(64);
+            levels.push(vec![0; size]);
+            if size <= 1 {
+                return Self(levels);
+            }
         }
     }
-    state
+
+    fn set(&mut self, mut at: usize) {
+        for level in &mut self.0 {
+            let word = &mut level[at / 64];
+            let was_empty = *word == 0;
+            *word |= 1 << (at % 64);
+            if !was_empty {
+                return;
+            }
+            at /= 64;
+        }
+    }
+
+    fn clear(&mut self, mut at: usize) {
+        for level in &mut self.0 {
+            let word = &mut level[at / 64];
+            *word &= !(1 << (at % 64));
+            if *word != 0 {
+                return;
+            }
+            at /= 64;
+        }
+    }
+
+    /// The smallest member not below `at`.
+    fn next(&self, mut at: usize) -> Option<usize> {
+        for (height, level) in self.0.iter().enumerate() {
+            let word = level.get(at / 64)? & (!0 << (at % 64));
+            if word != 0 {
+                let mut found = at / 64 * 64 + word.trailing_zeros() as usize;
+                for below in self.0[..height].iter().rev() {
+                    found = found * 64 + below[found].trailing_zeros() as usize;
+                }
+                return Some(found);
+            }
+            at = at / 64 + 1;
+        }
+        None
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{fill_steps, longest_first, Layout};
+    use super::{best_fit_decreasing, fill, longest_first, Bits};
     use proptest::prelude::*;
+    use std::collections::BTreeSet;
 
     proptest! {
-        /// The tree of rooms finds what a look at every row of every step would.
         #[test]
-        fn segments_go_to_the_first_step_and_its_cheapest_row_with_room(
-            lengths in prop::collection::vec(prop_oneof![1i64..=10, 1i64..=100], 1..200),
-            ranks in 1usize..5,
-            rows_per_micro_batch in 1usize..4,
-        ) {
-            let layout = Layout {
-                ranks,
-                row_tokens: 100,
-                rows_per_micro_batch,
-                linear_cost: 10.0,
-                quadratic_cost: 1.0,
-                max_imbalance: 1.0,
-            };
-            let costs: Vec<f64> = lengths.iter().map(|length| layout.cost(*length)).collect();
-            let width = layout.rows_per_step().min(lengths.len());
-            let mut steps: Vec<Vec<(i64, f64, Vec<i64>)>> = Vec::new();
-            for item in longest_first(&lengths) {
-                let (length, cost) = (lengths[item as usize], costs[item as usize]);
-                let fits = |rows: &Vec<(i64, f64, Vec<i64>)>| rows.iter().any(|row| row.0 >= length);
-                if !steps.iter().any(fits) {
-                    steps.push(vec![(100, 0.0, Vec::new()); width]);
-                }
-                let rows = steps.iter_mut().find(|rows| fits(rows)).unwrap();
-                let row = rows.iter_mut().filter(|row| row.0 >= length).min_by(|a, b| a.1.total_cmp(&b.1)).unwrap();
-                row.0 -= length;
-                row.1 += cost;
-                row.2.push(i64::from(item));
+        fn the_bitset_is_a_set(size in 1usize..9000, ops in prop::collection::vec((any::<bool>(), 0usize..9000), 0..200)) {
+            let (mut bits, mut set) = (Bits::new(size), BTreeSet::new());
+            for (insert, at) in ops {
+                let at = at % size;
+                if insert { bits.set(at); set.insert(at); } else if set.remove(&at) { bits.clear(at); }
+                prop_assert_eq!(bits.next(at), set.range(at..).next().copied());
+                prop_assert_eq!(bits.next(at + 1), set.range(at + 1..).next().copied());
             }
-            let filled = fill_steps(&lengths, &costs, &layout);
-            prop_assert_eq!(filled.steps.len(), steps.len());
-            let rows = steps.into_iter().flatten().map(|(_, _, mut items)| { items.sort_unstable(); items });
-            prop_assert_eq!(rows.collect::<Vec<_>>(), (0..filled.bins.count()).map(|bin| filled.bins.bin(bin).to_vec()).collect::<Vec<_>>());
+        }
+
+        #[test]
+        fn the_table_packs_as_the_tree(lengths in prop::collection::vec(1i64..400, 0..600), capacity in 400i64..3000) {
+            let tree = fill(&lengths, BTreeSet::new(), capacity);
+            prop_assert_eq!(best_fit_decreasing(&lengths, capacity), tree);
+        }
+
+        #[test]
+        fn sorting_is_stable_for_short_and_huge(
+            lengths in prop::collection::vec(prop_oneof![1i64..50, 1i64..100_000, 1i64..i64::MAX], 0..700)
+        ) {
+            let mut want: Vec<u32> = (0..lengths.len() as u32).collect();
+            want.sort_by_key(|&item| std::cmp::Reverse(lengths[item as usize]));
+            prop_assert_eq!(longest_first(&lengths), want.clone());
+            let small: Vec<i64> = lengths.iter().map(|length| length % 5000 + 1).collect();
+            want.sort_by_key(|&item| (std::cmp::Reverse(small[item as usize]), item));
+            prop_assert_eq!(longest_first(&small), want);
         }
     }
 }

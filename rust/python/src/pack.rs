@@ -1,8 +1,8 @@
-//! Bindings of `sao_core::pack`.
+//! Bindings of `sao_core::{pack, plan}`.
 
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
-use sao_core::pack;
+use sao_core::{pack, plan};
 
 use crate::array::array;
 use crate::error::{guard, validation};
@@ -49,8 +49,6 @@ struct Plan {
     #[pyo3(get)]
     n_micro_batches: usize,
     #[pyo3(get)]
-    least_cost: f64,
-    #[pyo3(get)]
     hash: u64,
 }
 
@@ -64,16 +62,15 @@ impl Plan {
     }
 }
 
-#[pyfunction]
-#[pyo3(signature = (lengths, ranks, row_tokens, rows_per_micro_batch, *, linear_cost=24576.0, quadratic_cost=1.0, max_imbalance=1.02))]
-fn plan(
+#[pyfunction(name = "plan")]
+#[pyo3(signature = (lengths, ranks, row_tokens, rows_per_micro_batch, *, linear_cost=24576.0, quadratic_cost=1.0))]
+fn plan_step(
     lengths: &Bound<'_, PyAny>,
     ranks: i64,
     row_tokens: i64,
     rows_per_micro_batch: i64,
     linear_cost: f64,
     quadratic_cost: f64,
-    max_imbalance: f64,
 ) -> PyResult<Plan> {
     let py = lengths.py();
     let lengths = array::<i64>("lengths", lengths)?;
@@ -82,15 +79,14 @@ fn plan(
         usize::try_from(value)
             .map_err(|_| validation(format!("{name}: {value} must be at least 1")))
     };
-    let layout = pack::Layout {
+    let layout = plan::Layout {
         ranks: size("ranks", ranks)?,
         row_tokens,
         rows_per_micro_batch: size("rows_per_micro_batch", rows_per_micro_batch)?,
         linear_cost,
         quadratic_cost,
-        max_imbalance,
     };
-    let plan = run(py, lengths.len(), || pack::plan(lengths, &layout))?;
+    let plan = run(py, lengths.len(), || plan::plan(lengths, &layout))?;
     let costs = plan
         .costs
         .into_pyarray(py)
@@ -102,7 +98,6 @@ fn plan(
         position: plan.position.into_pyarray(py).unbind(),
         costs: costs.unbind(),
         n_micro_batches: plan.n_micro_batches,
-        least_cost: plan.least_cost,
         hash: plan.hash,
     })
 }
@@ -111,5 +106,5 @@ fn plan(
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<Plan>()?;
     m.add_function(wrap_pyfunction!(pack_bins, m)?)?;
-    m.add_function(wrap_pyfunction!(plan, m)?)
+    m.add_function(wrap_pyfunction!(plan_step, m)?)
 }
