@@ -1,5 +1,7 @@
 //! The plan of a learner step: segments over ranks, micro-batches and rows.
 
+use std::cmp::Reverse;
+
 use crate::error::{Error, Result};
 use crate::pack::{check_lengths, longest_first, pack};
 
@@ -154,7 +156,7 @@ impl Draft {
     }
 
     /// Longest first, each segment into the first micro-batch with room for it, there into the cheapest cell that has
-    /// room, and there into the fullest row that has.
+    /// room, and there into the emptiest row: rows of a micro-batch are padded to the longest of them.
     fn filled(lengths: &[i64], costs: &[f64], layout: &Layout) -> Self {
         let width = layout.ranks.min(lengths.len());
         let empty = Cell {
@@ -178,14 +180,12 @@ impl Draft {
                     None => rooms.lower(step, cells[step].iter().map(|cell| cell.room).max()),
                 }
             };
-            let fits = cell.rows.iter().copied();
-            let fits = fits.filter(|&row| row_room[row as usize] >= length);
-            let row = fits.min_by_key(|&row| row_room[row as usize]);
-            let row = row.unwrap_or_else(|| {
+            if cell.rows.len() < layout.rows_per_micro_batch {
                 cell.rows.push(row_room.len() as u32);
                 row_room.push(layout.row_tokens);
-                row_room.len() as u32 - 1
-            });
+            }
+            let emptiest = |&&row: &&u32| Reverse(row_room[row as usize]);
+            let row = cell.rows.iter().min_by_key(emptiest).map_or(0, |&row| row);
             row_of[item] = row;
             row_room[row as usize] -= length;
             cell.cost += costs[item];
