@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 from sao.broker.evaluation import Evaluation
@@ -16,96 +17,92 @@ from sao.broker.versions import Versions
 from sao.config import Config
 
 
+@dataclass(frozen=True, slots=True)
 class Report:
-    """What the owners of a broker's state show together."""
+    """What the owners of the broker's state show together."""
 
-    def __init__(
-        self,
-        config: Config,
-        run: Run,
-        book: TaskBook,
-        store: ReadyStore,
-        versions: Versions,
-        scheduler: Scheduler,
-        leases: LeaseTable,
-        evaluation: Evaluation,
-        meter: StepMeter,
-    ) -> None:
-        self._config, self._run, self._book, self._store, self._versions = config, run, book, store, versions
-        self._scheduler, self._leases, self._evaluation, self._meter = scheduler, leases, evaluation, meter
+    config: Config
+    run: Run
+    book: TaskBook
+    store: ReadyStore
+    versions: Versions
+    scheduler: Scheduler
+    leases: LeaseTable
+    evaluation: Evaluation
+    meter: StepMeter
 
     def step_metrics(self, now: float) -> dict[str, float]:
         """The broker's metrics of a step, all under `broker/`; rates, lags and ages are of the time since the last
         step.
         """
-        tokens, counts, book = self._book.ledger.tokens(), self._book.ledger.counts(), self._book
+        tokens, counts, book = self.book.ledger.tokens(), self.book.ledger.counts(), self.book
         metrics: dict[str, float] = {
             **{f"broker/{name}": counts[name] for name in ("ready", "leased", "trained", "dropped")},
             "broker/running": len(book.running),
             "broker/queued": book.n_queued,
-            "broker/permits": self._scheduler.permits(),
-            "broker/free_slots": self._scheduler.free,
-            "broker/buffer_bytes": self._store.stats()["bytes"],
-            "broker/policy_version": self._versions.current,
-            "broker/eval_rounds_skipped": self._evaluation.skipped,
+            "broker/permits": self.scheduler.permits(),
+            "broker/free_slots": self.scheduler.free,
+            "broker/buffer_bytes": self.store.stats()["bytes"],
+            "broker/policy_version": self.versions.current,
+            "broker/eval_rounds_skipped": self.evaluation.skipped,
             **{f"broker/tokens_{name}": tokens[name] for name in ("sampled", "trained", "masked", "held")},
             **{f"broker/tokens_dropped/{reason}": count for reason, count in tokens["dropped"].items()},
             **{f"broker/rollouts_dropped/{reason}": count for reason, count in book.dropped.items()},
         }
-        return metrics | self._meter.step(now, tokens["sampled"]) | self._generator_metrics()
+        return metrics | self.meter.step(now, tokens["sampled"]) | self._generator_metrics()
 
     def snapshot(self) -> dict[str, Any]:
         """Sizes of all queues and maps, and where tasks and tokens are."""
-        book, evaluation = self._book, self._evaluation
+        book, evaluation = self.book, self.evaluation
         train = Counter(task.generator for task in book.running.values())
         evals = Counter(evaluation.open.values())
         return {
-            "step": self._run.step,
-            "version": self._versions.current,
-            "permits": self._scheduler.permits(),
+            "step": self.run.step,
+            "version": self.versions.current,
+            "permits": self.scheduler.permits(),
             "generators": {
                 name: {"free": g.free, "train": train[name], "evals": evals[name], "loaded": g.loaded}
-                for name, g in self._scheduler.generators.items()
+                for name, g in self.scheduler.generators.items()
             },
             "live": len(book.live),
             "running": len(book.running),
             "queued": book.n_queued,
             "ready": book.n_ready,
             "leased": book.n_leased,
-            "leases": len(self._leases.open),
-            "takes": len(self._leases.takes),
-            "waiting_for_room": self._store.n_waiting,
+            "leases": len(self.leases.open),
+            "takes": len(self.leases.takes),
+            "waiting_for_room": self.store.n_waiting,
             "eval_todo": evaluation.n_todo,
             "eval_open": len(evaluation.open),
-            "failures_in_a_row": self._run.failures_in_a_row,
-            "fingerprints": len(self._versions.fingerprints),
+            "failures_in_a_row": self.run.failures_in_a_row,
+            "fingerprints": len(self.versions.fingerprints),
             "dropped": dict(book.dropped),
             "ledger": book.ledger.counts(),
             "tokens": book.ledger.tokens(),
-            "buffer": self._store.stats(),
-            "done": self._run.done,
+            "buffer": self.store.stats(),
+            "done": self.run.done,
         }
 
     def waits(self, now: float) -> list[str]:
         """Everything that the run waits for, one line each, who waits first: how long it has been and how long it may
         be. Empty when the run is over.
         """
-        if self._run.done is not None:
+        if self.run.done is not None:
             return []
-        found, book, scheduler = list[str](), self._book, self._scheduler
+        found, book, scheduler = list[str](), self.book, self.scheduler
         if scheduler.missing:
             names = ", ".join(sorted(scheduler.missing))
             found.append(f"broker: {names} to join again, {max(0.0, scheduler.missing_until - now):.0f} s more")
-        for take in self._leases.takes:
+        for take in self.leases.takes:
             there = f"{book.n_ready} ready, {len(book.running)} running, {book.n_queued} to be started again"
             found.append(f"learner: a batch of {take.n} trajectories, for {now - take.since:.0f} s ({there})")
-        for number, lease in self._leases.open.items():
+        for number, lease in self.leases.open.items():
             found.append(f"broker: the learner's commit of lease {number} with {len(lease.held)} trajectories")
         oldest: dict[str, TrainingTask] = {}
         for task in book.running.values():
             oldest.setdefault(task.generator, task)
         running = Counter(task.generator for task in book.running.values())
-        limit, permits = self._config.transport.rollout_timeout_s, scheduler.permits()
+        limit, permits = self.config.transport.rollout_timeout_s, scheduler.permits()
         for name, generator in scheduler.generators.items():
             if name in oldest:
                 found.append(
@@ -115,22 +112,22 @@ class Report:
                 )
             elif generator.free and not permits:
                 found.append(f"{name}: a permit for {generator.free} free slots")
-            if generator.loaded < self._versions.current:
-                found.append(f"{name}: weights of version {self._versions.current}, serves {generator.loaded}")
+            if generator.loaded < self.versions.current:
+                found.append(f"{name}: weights of version {self.versions.current}, serves {generator.loaded}")
         return found
 
     def stuck(self) -> str:
         """Why the run waits for ever, as with a buffer that is too small for one batch; empty while it does not."""
-        book, store = self._book, self._store
-        if not self._leases.takes or self._leases.open or book.running or store.room(book.n_leased, book.n_ready, 0):
+        book, store = self.book, self.store
+        if not self.leases.takes or self.leases.open or book.running or store.room(book.n_leased, book.n_ready, 0):
             return ""
         text = f"the buffer is full with {book.n_ready} trajectories and the learner waits for"
-        text += f" {self._leases.takes[0].n}: raise buffer.max_bytes"
+        text += f" {self.leases.takes[0].n}: raise buffer.max_bytes"
         return f"{text} = {store.max_bytes} (largest trajectory: {store.largest_bytes} bytes)"
 
     def _generator_metrics(self) -> dict[str, float]:
         """The last reports of the joined generators: busy share of each and their mean, tokens per second in all."""
-        reports = {name: generator.report for name, generator in self._scheduler.generators.items()}
+        reports = {name: generator.report for name, generator in self.scheduler.generators.items()}
         metrics: dict[str, float] = {"broker/generators": len(reports)}
         shares = {name: float(report["busy_share"]) for name, report in reports.items() if "busy_share" in report}
         if shares:
