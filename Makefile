@@ -62,6 +62,7 @@ lint: $(VENV)/.core
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python scripts/size.py
 
 rust-test: $(VENV)/.core
 	cargo test --workspace --quiet

@@ -66,3 +66,17 @@ def test_what_is_wrong_with_a_run_is_found(folder, change, expected):
 def test_missing_files_are_found(folder):
     (folder / "curves.png").unlink()
     assert script("check_run").faults(sound(), folder, 0.6, 0.6) == ["curves.png: missing"]
+
+
+def test_size_counts_what_a_direct_count_counts(capsys):
+    size = script("size")
+    for part, (bases, endings) in size.PARTS.items():
+        paths = [path for base in bases for path in (size.ROOT / base).rglob("*") if path.suffix in endings]
+        total = sum(len(path.read_text().splitlines()) for path in paths)
+        assert size.folders(part).total() == total > 1000
+    totals = {part: size.folders(part).total() for part in size.PARTS}
+    bars = {part: str(total) for part, total in totals.items()}
+    assert size.main(["--rust", bars["rust"], "--python", bars["python"]]) == 0
+    assert size.main(["--rust", bars["rust"], "--python", str(totals["python"] - 1)]) == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert f"{totals['python']:,}" in printed[-2] and all(len(line) < 80 for line in printed)

@@ -1,6 +1,7 @@
 """Configuration: each kind of fault is refused before anything starts, naming field, value and what was expected."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sao import config
+from sao.config.explain import MOVED
 from sao.errors import ConfigError
 
-MINIMAL = '[model]\npath = "m"\n[env]\nname = "e"\n'
+MINIMAL = '[env]\nname = "e"\n[model]\npath = "m"\n'
 
 
 def write(folder: Path, text: str) -> Path:
@@ -41,7 +43,7 @@ def test_defaults_are_the_values_of_the_papers(tmp_path):
         ("[learner]\npolicy-lr = 1e-6", "learner.policy-lr: unknown key; did you mean policy_lr?"),
         ("[learner]\nmax_lag = 2", "learner.max_lag: unknown key; it belongs to [staleness]"),
         ("[run]\nlearnr = 2", "run.learnr: unknown key"),
-        ("[generator]\nengines = 4", "generator.engines: unknown key; it is replaced by generator.count"),
+        ("[generator]\nengines = 4", "generator.engines: unknown key; use generator.count: a generator has one engine"),
         ("[run]\nmax_lagg = 2", "run.max_lagg: unknown key; did you mean max_lag of [staleness]?"),
         ("[learnr]\nranks = 1", "learnr: unknown section; did you mean learner?"),
         ("[run]\nsteps = 0", "run.steps: must be greater than or equal to 1 (got 0); optimizer steps"),
@@ -67,12 +69,17 @@ def test_defaults_are_the_values_of_the_papers(tmp_path):
         ("[transport]\nbind = 'tcp://0.0.0.0:5555'", "transport.bind: tcp://0.0.0.0:5555 is not a loopback address"),
         ("[transport]\nbind = 'tcp://*:5555'", "transport.bind: tcp://*:5555 is not a loopback address"),
         ("[transport]\nbind = 'tcp://127.0.0.1:70000'", "transport.bind: port 70000 is not in 1..65535"),
+        ("[generator]\nagents_bind = '[::]:0'", "generator.agents_bind: [::] is not a loopback address"),
         ("[transport]\nheartbeat_s = 8", "transport.peer_timeout_s: 15.0 must exceed 2 * heartbeat_s = 16.0"),
         ("[learner]\ncritic_warmup_steps = 200", "learner.critic_warmup_steps: 200 leaves no policy step"),
         ("[sampling]\nmax_response_tokens = 2048", "sampling.max_response_tokens: 2048 must be below"),
         ("[learner]\nrow_tokens = 1024", "learner.row_tokens: 1024 must be at least sampling.context_tokens = 2048"),
         ("[buffer]\nmax_trajectories = 8", "buffer.max_trajectories: 8 must be at least learner.batch_trajectories"),
         ("[run]\ntarget_success = 0.9\n[eval]\nevery_steps = 0", "run.target_success: 0.9 needs held-out evaluation"),
+        (
+            "attention = 'flash_attention_2'",
+            "model.attention: flash_attention_2 needs model.dtype = bfloat16 (got float32)",
+        ),
     ],
 )
 def test_each_kind_of_fault_is_named(tmp_path, text, expected):
@@ -177,7 +184,7 @@ def test_what_is_saved_is_read_back_equal(tmp_path):
     config.save(c, tmp_path / "config.json")
     assert config.load_resolved(tmp_path / "config.json") == c
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="not valid JSON"):
         config.load_resolved(tmp_path / "config.json")
 
 
@@ -187,6 +194,15 @@ def test_training_and_evaluation_do_not_share_what_can_be_changed(tmp_path):
     assert first.env.args is not second.env.args
     with pytest.raises(Exception, match="frozen"):
         first.sampling.temperature = 0.0
+
+
+def test_keys_that_moved_are_gone_and_what_to_use_instead_is_there():
+    keys = {
+        f"{name}.{key}" for name, outer in config.Config.model_fields.items() for key in outer.annotation.model_fields
+    }
+    for old, instead in MOVED.items():
+        assert old not in keys
+        assert keys & set(re.findall(r"[a-z_]+\.[a-z_]+", instead)), f"{old}: {instead!r} names no key"
 
 
 def test_every_field_is_described():

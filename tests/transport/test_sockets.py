@@ -20,7 +20,6 @@ from sao.transport.sockets import (
     check_endpoint,
     clear_stale,
     connect,
-    is_local,
     make_dealer,
     private_folder,
 )
@@ -120,13 +119,6 @@ def test_ports_are_loopback_and_filled_in(context: zmq.Context) -> None:
     with pytest.raises(TransportError, match="cannot listen"):
         bind_router(context, endpoint, 1 << 20)
     router.close(linger=0)
-
-
-def test_what_is_local() -> None:
-    for endpoint in ("ipc:///tmp/x", "tcp://127.0.0.1:5", "tcp://localhost:5", "tcp://[::1]:5"):
-        assert is_local(endpoint)
-    for endpoint in ("tcp://0.0.0.0:5", "tcp://10.0.0.1:5", "tcp://*:5", "tcp://[::]:5"):
-        assert not is_local(endpoint)
 
 
 def test_a_dealer_may_connect_before_there_is_a_listener(context: zmq.Context, folder: Path) -> None:

@@ -19,6 +19,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+from aiohttp import web
+
 from sao.agents import calls as agent_calls
 from sao.agents.connections import IDLE_S, Connections
 from sao.agents.session import AgentSession, ApiError, Turn
@@ -31,20 +33,11 @@ READ_S = 30.0  # for a body to arrive as a whole
 KEEP_ALIVE_S = 10.0  # a stream says so often that it is still there
 MAX_WAIT_S = 60.0
 
-try:
-    from aiohttp import web
-except ImportError as error:  # raised when a run wants agents
-    _missing: ImportError | None = error
-else:
-    _missing = None
-
 
 class AgentServer:
     """Serves sessions from `start` to `close`. model: the name that the policy goes by. token: opens sessions."""
 
     def __init__(self, model: str, token: str) -> None:
-        if _missing is not None:
-            raise ConfigError(f"env.name: agents need pip install 'sao[agents]': {_missing}")
         self.model, self.token = model, token
         self.base_url = ""
         self._sessions: dict[str, AgentSession] = {}
@@ -219,17 +212,15 @@ async def _body(request: web.Request) -> dict[str, Any]:
     return body
 
 
-if _missing is None:
-
-    @web.middleware
-    async def _errors(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        """Every refusal in OpenAI's form."""
-        try:
-            return await handler(request)
-        except ApiError as error:
-            refused = error
-        except web.HTTPException as error:
-            refused = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
-        return web.json_response(agent_calls.error_body(refused), status=refused.status)
+@web.middleware
+async def _errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Every refusal in OpenAI's form."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        refused = error
+    except web.HTTPException as error:
+        refused = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
+    return web.json_response(agent_calls.error_body(refused), status=refused.status)

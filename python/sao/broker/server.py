@@ -15,13 +15,12 @@ from sao.broker.ledger_file import LedgerFile
 from sao.broker.memory import Memory, last_line, open_log
 from sao.broker.outbox import SUPERVISOR, Address, Outbox
 from sao.config import Config
-from sao.errors import ClosedError, ConfigError, LedgerError, TransportError, WireError
+from sao.errors import ClosedError, LedgerError, TransportError, WireError
 from sao.storage.failpoints import failpoint
 from sao.transport.actor import LATER, Actor
 from sao.transport.keys import server_keys
 from sao.transport.mailbox import GOODBYE, Peer, Reply, Request
 from sao.transport.messages import Buffer, CancelCall
-from sao.transport.sockets import is_local
 
 log = logging.getLogger(__name__)
 ROLES: Final = ("generator", "learner", "supervisor", "visitor")  # a visitor reads how the run is set up and stands
@@ -58,8 +57,6 @@ class Server:
         self._closing_since: float | None = None
         transport = config.transport
         keys = server_keys(transport.keys, endpoint)
-        if keys is None and not (is_local(endpoint) or transport.allow_remote):
-            raise ConfigError(f"{endpoint} is not local: set transport.keys, or transport.allow_remote = true")
         self.actor = Actor(
             endpoint,
             on_join=self._join,
@@ -97,8 +94,6 @@ class Server:
     def run(self) -> None:
         """Serves to the end. Any error but those of peers ends the run with that reason and is raised."""
         log.info("listening on %s", self.actor.endpoint)
-        if not is_local(self.actor.endpoint) and self._config.transport.keys is None:
-            log.warning("%s is open to the network, without encryption or passwords", self.actor.endpoint)
         try:
             self.actor.run()
         except Exception as error:

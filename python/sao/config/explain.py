@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import difflib
-from typing import Any, get_origin
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 Location = tuple[Any, ...]
 NEAR = 0.75  # similarity from which a name is worth suggesting
-REPLACED = {
-    "generator.engines": "generator.count: a generator has one engine"
-}  # keys that are gone -> their successors
+MOVED = {  # keys that are gone -> what to do instead
+    "generator.engines": "use generator.count: a generator has one engine",
+}
 PASSES = 4  # unknown keys and wrong values, missing fields, combinations in a section, combinations of sections
 
 
@@ -34,7 +34,7 @@ def explain(model: type[BaseModel], data: dict[str, Any]) -> list[str]:
             if field not in found and not any("." in known and known in text for known in found):
                 found[field] = text
         for location, missing in wrong:
-            _replace(rest, location, "-" if len(location) > 1 else {}, remove=not missing)
+            _mend(rest, location, missing)
     return list(found.values())
 
 
@@ -42,7 +42,8 @@ def _describe(model: type[BaseModel], error: ValidationError) -> tuple[dict[str,
     faults: dict[str, str] = {}
     wrong: list[tuple[Location, bool]] = []
     for item in error.errors():
-        location = _without_union_tags(model, item["loc"])
+        at = item["loc"]
+        location = (*at[:2], *(part for part in at[2:] if isinstance(part, int)))  # without names of union members
         where = ".".join(str(part) for part in location)
         message = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
         message = message.replace("String should match pattern", "must match")
@@ -74,8 +75,8 @@ def _describe(model: type[BaseModel], error: ValidationError) -> tuple[dict[str,
 
 def _suggestion(model: type[BaseModel], location: Location) -> str:
     """The nearest known name for an unknown key: exactly that name elsewhere, then its own section, then anywhere."""
-    if successor := REPLACED.get(".".join(map(str, location))):
-        return f"; it is replaced by {successor}"
+    if instead := MOVED.get(".".join(map(str, location))):
+        return f"; {instead}"
     name = str(location[-1]).replace("-", "_")
     sections = {section: list(_section(model, section)) for section in model.model_fields}
     own = list(sections) if len(location) == 1 else sections.get(location[0], [])
@@ -100,20 +101,11 @@ def _description(model: type[BaseModel], location: Location) -> str:
     return f"; {field.description}" if field is not None and field.description else ""
 
 
-def _without_union_tags(model: type[BaseModel], location: Location) -> Location:
-    """Cuts off what pydantic appends to name the members of a union; keys of tables and places in lists stay."""
-    field = _section(model, location[0]).get(location[1]) if len(location) > 2 else None
-    return location[:2] if field is not None and get_origin(field.annotation) not in (dict, tuple) else location
-
-
-def _replace(data: Any, location: Location, value: Any, *, remove: bool) -> None:
-    for part in location[:-1]:
-        if not isinstance(data, dict):
-            return
-        data = data.setdefault(part, {})
-    if not isinstance(data, dict):
-        return
-    if remove:
-        data.pop(location[-1], None)
+def _mend(data: dict[str, Any], location: Location, missing: bool) -> None:
+    """Removes a wrong value, so that its default holds, or puts in a stand-in for one that is missing."""
+    section, *key = location[:2]
+    table, name = (data.setdefault(section, {}), key[0]) if key else (data, section)
+    if missing:
+        table[name] = "-" if key else {}
     else:
-        data[location[-1]] = value
+        table.pop(name, None)

@@ -1,91 +1,79 @@
-"""The configuration of a run: TOML in, one strict model out.
+"""The whole configuration of a run: what its sections may be together, and how it is read and written.
 
-Every field has a unit in its name or its description, a default and a range; an unknown key, a value out of range or a
-combination that makes no sense is refused before anything starts, and all faults are listed at once.
-Defaults are the values of the papers (SAO arXiv 2607.07508, CompactionRL arXiv 2607.05378) where they give one.
+A file is TOML; the resolved configuration, which every actor reads, is JSON. An unknown key, a value out of range or a
+combination that makes no sense is refused before anything starts, and all faults are listed at once. Defaults are the
+values of the papers (SAO arXiv 2607.07508, CompactionRL arXiv 2607.05378) where they give one.
 """
 
 from __future__ import annotations
 
+import copy
 import datetime
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError, model_validator
 
-from sao.config import estimators, explain
-from sao.config.sections import (
-    AlgorithmSection,
-    BufferSection,
-    CompactionSection,
-    EnvSection,
-    EvalSection,
-    GeneratorSection,
-    LearnerSection,
-    ModelSection,
-    RunSection,
-    SamplingSection,
-    Section,
-    StalenessSection,
-    TelemetrySection,
-    TransportSection,
-    ValuePretrainingSection,
-    is_loopback,
-    refuse,
-)
+from sao.config import estimators, sections
+from sao.config.explain import explain
 from sao.errors import ConfigError
 
 
-class Config(Section):
-    """A whole run."""
+class Config(sections.Section):
+    """A whole run. A rule that compares sections and needs nothing but the file has its only home here; what needs the
+    model, the machine or the run's folder is looked at by `sao.runtime.preflight`.
+    """
 
-    run: RunSection = RunSection()
-    model: ModelSection
-    env: EnvSection
-    sampling: SamplingSection = SamplingSection()
-    generator: GeneratorSection = GeneratorSection()
-    algorithm: AlgorithmSection = AlgorithmSection()
-    compaction: CompactionSection = CompactionSection()
-    learner: LearnerSection = LearnerSection()
-    value_pretraining: ValuePretrainingSection = ValuePretrainingSection()
-    staleness: StalenessSection = StalenessSection()
-    buffer: BufferSection = BufferSection()
-    eval: EvalSection = EvalSection()
-    transport: TransportSection = TransportSection()
-    telemetry: TelemetrySection = TelemetrySection()
+    run: sections.RunSection = sections.RunSection()
+    model: sections.ModelSection
+    env: sections.EnvSection
+    sampling: sections.SamplingSection = sections.SamplingSection()
+    generator: sections.GeneratorSection = sections.GeneratorSection()
+    algorithm: sections.AlgorithmSection = sections.AlgorithmSection()
+    compaction: sections.CompactionSection = sections.CompactionSection()
+    learner: sections.LearnerSection = sections.LearnerSection()
+    value_pretraining: sections.ValuePretrainingSection = sections.ValuePretrainingSection()
+    staleness: sections.StalenessSection = sections.StalenessSection()
+    buffer: sections.BufferSection = sections.BufferSection()
+    eval: sections.EvalSection = sections.EvalSection()
+    transport: sections.TransportSection = sections.TransportSection()
+    telemetry: sections.TelemetrySection = sections.TelemetrySection()
 
     @model_validator(mode="after")
     def _combinations(self) -> Config:
-        run, learner, sampling = self.run, self.learner, self.sampling
-        warmup, context, batch = learner.critic_warmup_steps, sampling.context_tokens, learner.batch_trajectories
-        wrong = {
-            f"learner.critic_warmup_steps: {warmup} leaves no policy step in run.steps = {run.steps}": warmup
-            >= run.steps
-            and run.task == "train"
-            and self.algorithm.has_critic,
-            f"sampling.max_response_tokens: {sampling.max_response_tokens} must be below sampling.context_tokens"
-            f" = {context}": sampling.max_response_tokens >= context,
-            f"learner.row_tokens: {learner.row_tokens} must be at least sampling.context_tokens"
-            f" = {context}": learner.row_tokens < context,
-            f"buffer.max_trajectories: {self.buffer.max_trajectories} must be at least learner.batch_trajectories"
-            f" = {batch}": self.buffer.max_trajectories < batch,
-            f"run.target_success: {run.target_success} needs held-out evaluation, but eval.every_steps"
-            " = 0": run.target_success is not None and self.eval.every_steps == 0,
-        }
-        host = self.generator.agents_bind.rpartition(":")[0]
-        wrong[
-            f"generator.agents_bind: {host} is not a loopback address; set transport.allow_remote = true to permit it"
-        ] = not is_loopback(host) and not self.transport.allow_remote
-        found = [text for text, applies in wrong.items() if applies]
-        refuse(
-            found
-            + self._compaction_faults()
-            + estimators.faults(run, self.env, self.algorithm, learner, self.staleness)
-        )
+        rules = estimators.faults(self.run, self.env, self.algorithm, self.learner, self.staleness)
+        sections.refuse([*self._faults(), *rules])
         return self
+
+    def _faults(self) -> Iterator[str]:
+        run, learner, sampling, compaction = self.run, self.learner, self.sampling, self.compaction
+        warmup, context, batch = learner.critic_warmup_steps, sampling.context_tokens, learner.batch_trajectories
+        response, held = sampling.max_response_tokens, self.buffer.max_trajectories
+        agents_host = self.generator.agents_bind.rpartition(":")[0]
+        if run.task == "train" and self.algorithm.has_critic and warmup >= run.steps:
+            yield f"learner.critic_warmup_steps: {warmup} leaves no policy step in run.steps = {run.steps}"
+        if response >= context:
+            yield f"sampling.max_response_tokens: {response} must be below sampling.context_tokens = {context}"
+        if learner.row_tokens < context:
+            yield f"learner.row_tokens: {learner.row_tokens} must be at least sampling.context_tokens = {context}"
+        if held < batch:
+            yield f"buffer.max_trajectories: {held} must be at least learner.batch_trajectories = {batch}"
+        if run.target_success is not None and self.eval.every_steps == 0:
+            yield f"run.target_success: {run.target_success} needs held-out evaluation, but eval.every_steps = 0"
+        if self.model.attention == "flash_attention_2" and self.model.dtype != "bfloat16":
+            yield f"model.attention: flash_attention_2 needs model.dtype = bfloat16 (got {self.model.dtype})"
+        if not sections.is_loopback(agents_host) and not self.transport.allow_remote:
+            permit = "set transport.allow_remote = true to permit it"
+            yield f"generator.agents_bind: {agents_host} is not a loopback address; {permit}"
+        if compaction.enabled:
+            yield from self.compaction_threshold(1)[1]  # how long the request really is, only the tokenizer knows
+            if compaction.merge_summary and not compaction.train_summaries:
+                yield "compaction.train_summaries: false needs summaries in rows of their own (merge_summary = false)"
+            if compaction.summariser is not None and self.generator.engine == "scripted":
+                yield "compaction.summariser: the scripted engine has no model"
 
     def prompt_of(self, ordinal: int) -> int:
         """Number of the training task that rollout `ordinal` plays: the same for a group, and again after all tasks."""
@@ -118,19 +106,6 @@ class Config(Section):
             )
         return threshold, faults
 
-    def _compaction_faults(self) -> list[str]:
-        compaction = self.compaction
-        if not compaction.enabled:
-            return []
-        _, faults = self.compaction_threshold(1)  # the request's length is known with the tokenizer
-        if compaction.merge_summary and not compaction.train_summaries:
-            faults.append(
-                "compaction.train_summaries: false needs summaries in rows of their own (merge_summary = false)"
-            )
-        if self.generator.engine == "scripted" and compaction.summariser is not None:
-            faults.append("compaction.summariser: the scripted engine has no model")
-        return faults
-
     @property
     def logprob_gap_limit(self) -> float:
         """`telemetry.max_logprob_gap`, or its default for the learner's type, nats."""
@@ -144,52 +119,16 @@ class Config(Section):
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a TOML file and applies `section.key=value` overrides (values in TOML syntax, bare words are strings).
+    """Reads a TOML file and applies overrides, see `parse`.
 
     Touches nothing. Raises `ConfigError` that lists all faults, with line and column where the TOML itself is broken.
     """
-    try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: byte {error.start} is not UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    faults = []
-    try:
-        data = overridden(data, overrides)
-    except ConfigError as error:
-        faults.append(str(error))
-    try:
-        parsed = parse(data, source=str(path))
-    except ConfigError as error:
-        faults.append(str(error))
-    if faults:
-        raise ConfigError("\n".join(faults))
-    return parsed
+    return parse(_read(Path(path), tomllib.loads, "TOML"), overrides, source=str(path))
 
 
-def overridden(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Plain data with `section.key=value` overrides, in place. Raises `ConfigError` that lists those it cannot read."""
-    faults = []
-    for item in overrides:
-        try:
-            _override(data, item)
-        except ConfigError as error:
-            faults.append(str(error))
-    if faults:
-        raise ConfigError("\n".join(faults))
-    return data
-
-
-def parse(data: dict[str, Any], source: str = "config") -> Config:
-    """Builds a `Config` from plain data. Raises `ConfigError` that lists all faults."""
-    try:
-        return Config.model_validate(data)
-    except ValidationError:
-        faults = explain.explain(Config, data)
-        raise ConfigError("\n".join(f"{source}: {fault}" for fault in faults)) from None
+def load_resolved(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads what `save` wrote. Raises `ConfigError`."""
+    return parse(_read(path, json.loads, "JSON"), overrides, source=str(path))
 
 
 def save(config: Config, path: Path) -> None:
@@ -197,13 +136,34 @@ def save(config: Config, path: Path) -> None:
     path.write_text(json.dumps(config.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
 
 
-def load_resolved(path: Path) -> Config:
-    """Reads what `save` wrote. Raises `ConfigError`."""
+def parse(data: dict[str, Any], overrides: Sequence[str] = (), source: str = "config") -> Config:
+    """Builds a `Config` from plain data, in which overrides are put first: `section.key=value`, the value in TOML
+    syntax, bare words are strings. Raises `ConfigError` that lists all faults.
+    """
+    data, faults = copy.deepcopy(data), []
+    for item in overrides:
+        try:
+            _override(data, item)
+        except ConfigError as error:
+            faults.append(str(error))
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-    return parse(data, source=str(path))
+        config = Config.model_validate(data)
+    except ValidationError:
+        faults += [f"{source}: {fault}" for fault in explain(Config, data)]
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return config
+
+
+def _read(path: Path, decode: Callable[[str], Any], syntax: str) -> Any:
+    try:
+        return decode(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not valid {syntax}: byte {error.start} is not UTF-8") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid {syntax}: {error}") from None
 
 
 def _override(data: dict[str, Any], item: str) -> None:

@@ -230,9 +230,7 @@ class LearnerSection(Section):
     )
     value_clip: float = Field(0.2, gt=0, description="clipped: distance from V at the start of the step")
     logprob_chunk_tokens: int = Field(
-        1024,
-        ge=1,
-        description="action tokens whose logits exist at once; more come in chunks, also backward",
+        1024, ge=1, description="action tokens whose logits exist at once; more come in chunks, also backward"
     )
     offload_optimizer: bool = Field(
         False, description="parameters and optimizer state in the memory of the CPU between passes; needs a GPU"

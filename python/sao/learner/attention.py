@@ -35,13 +35,11 @@ def available(device: torch.device) -> list[str]:
 def choose(config: Config, device: torch.device) -> str:
     """`model.attention` for this device; for `auto` the best that is available and fits the other settings.
 
-    Raises `ConfigError` for one that is not available, or flash attention without bfloat16.
+    Raises `ConfigError` for one that is not available.
     """
     wanted, found = config.model.attention, available(device)
     if wanted != "auto" and wanted not in found:
         raise ConfigError(f"model.attention: {wanted} is not available on {device}; available: {', '.join(found)}")
-    if wanted == FLASH and config.model.dtype != "bfloat16":
-        raise ConfigError(f"model.attention: {FLASH} needs model.dtype = bfloat16 (got {config.model.dtype})")
     if wanted != "auto":
         return wanted
     if config.learner.deterministic:

@@ -19,7 +19,6 @@ from torch import Tensor
 from sao.algorithms.value import explained_variance
 from sao.config import Config
 from sao.config.sections import ValuePretrainingSection
-from sao.errors import LearnerError
 from sao.learner.export import write_critic
 from sao.learner.loop import Connection, commit, decode_all, take
 from sao.learner.step import Learner
@@ -65,8 +64,7 @@ def pretrain(config: Config, learner: Learner, world: World, line: Connection | 
     """
     progress, reason, rollouts, tokens = Progress(config.value_pretraining), None, 0, 0
     critic = learner.critic
-    if critic is None:
-        raise LearnerError("run.task: pretrain_value needs an estimator with a critic")
+    assert critic is not None  # the configuration is refused otherwise
     while reason is None:
         start = time.perf_counter()
         taken = take(config, world, line)

@@ -132,7 +132,7 @@ def _of_folder(folder: Path, overrides: Sequence[str]) -> Config:
     """The configuration of the run in a folder, wherever the folder is now."""
     found = configuration.load_resolved(folder / "config.json").model_dump(mode="json")
     found["run"] |= {"dir": str(folder.resolve().parent), "name": folder.resolve().name}
-    return configuration.parse(configuration.overridden(found, overrides), source=str(folder / "config.json"))
+    return configuration.parse(found, overrides, source=str(folder / "config.json"))
 
 
 def _prepare(
@@ -159,7 +159,7 @@ def _prepare(
     data["transport"]["keys"] = None if keys is None else str(keys.resolve())
     if keys is None:
         data["transport"]["allow_remote"] = True  # the broker has decided that
-    config = configuration.parse(configuration.overridden(data, overrides), source=source)
+    config = configuration.parse(data, overrides, source=source)
     run_folder = (folder or config.folder).resolve()
     file = run_folder / "hosts" / f"{name}.json"
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -52,12 +52,6 @@ def check_endpoint(endpoint: str) -> Path | None:
     return Path(rest)
 
 
-def is_local(endpoint: str) -> bool:
-    """Whether only this machine can reach the endpoint."""
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    return endpoint.startswith("ipc://") or host in ("localhost", "::1") or host.startswith("127.")
-
-
 def clear_stale(path: Path) -> None:
     """Removes the socket file of a process that is gone. Raises `TransportError` on a live socket or any other kind
     of file.
