@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from sao import _core
 from sao.broker.broker import Broker
 from sao.broker.outbox import Address, Outbox
 from sao.config import Config, parse
 from sao.trajectory import SegmentBuilder, Termination, Trajectory, encode_frames
+from sao.transport import messages as m
 
 BATCH = 4
+M = TypeVar("M", bound=m.Message)
 
 
 def config(**sections: dict[str, Any]) -> Config:
@@ -67,9 +71,9 @@ class World:
 
     def __init__(self, cfg: Config | None = None, ledger: str | Path | None = None, resumed: int | None = None) -> None:
         self.now = 0.0
-        self.tasks: dict[str, list[dict[str, Any]]] = {}
-        self.pushes: list[tuple[str, str, dict[str, Any]]] = []
-        self.batches: list[dict[str, Any]] = []
+        self.tasks: dict[str, list[m.Assignment]] = {}
+        self.pushes: list[tuple[str, m.Message]] = []
+        self.batches: list[m.Batch] = []
         self.frames: list[tuple[Any, ...]] = []
         self.frames_sent: list[tuple[Any, ...]] = []
         self.stopped_takes: list[str] = []
@@ -84,31 +88,32 @@ class World:
 
     # what carries the outbox's messages
 
-    def push(self, to: Address, kind: str, body: dict[str, Any], frames: tuple[Any, ...]) -> None:
+    def push(self, to: Address, message: m.Message) -> None:
         """Notes a push; one to a role without a name is to each of its peers."""
         names = [to.name or to.role]
         if to.role == "generator" and to.name is None:
             names = list(self.broker.scheduler.generators)
         for name in names:
-            self.pushes.append((name, kind, body))
-            if kind == "tasks":
-                self.tasks.setdefault(name, []).extend(body["tasks"])
-                self.received[name] = self.received.get(name, 0) + len(body["tasks"])
-        self.frames_sent += [frames] if frames else []
+            self.pushes.append((name, message))
+            if isinstance(message, m.Tasks):
+                self.tasks.setdefault(name, []).extend(message.tasks)
+                self.received[name] = self.received.get(name, 0) + len(message.tasks)
+        self.frames_sent += [message.frames] if message.frames else []
 
-    def answer_take(self, take: Any, kind: str, body: dict[str, Any], frames: tuple[Any, ...]) -> None:
+    def answer_take(self, take: Any, message: m.Message) -> None:
         """Notes a batch, or that there is none."""
-        if kind == "stop":
-            self.stopped_takes.append(body["reason"])
+        if isinstance(message, m.Batch):
+            self.batches.append(msgspec.structs.replace(message, frames=()))
+            self.frames.append(message.frames)
         else:
-            self.batches.append(body)
-            self.frames.append(frames)
+            assert isinstance(message, m.Stop)
+            self.stopped_takes.append(message.reason)
 
     # actions
 
-    def pushed(self, kind: str, to: str = "supervisor") -> list[dict[str, Any]]:
-        """Bodies of the pushes of a kind."""
-        return [body for who, k, body in self.pushes if who == to and k == kind]
+    def pushed(self, kind: type[M], to: str = "supervisor") -> list[M]:
+        """The pushes of a kind."""
+        return [message for who, message in self.pushes if who == to and isinstance(message, kind)]
 
     def join(self, name: str, free: int) -> None:
         """A generator with free slots."""
@@ -118,34 +123,49 @@ class World:
 
     def slots(self, name: str, free: int) -> None:
         """States free slots, all pushed tasks received."""
-        self.broker.slots(name, free, self.received[name], self.now)
+        self.broker.slots(name, m.Slots(free, self.received[name]), self.now)
 
-    def pop(self, name: str, split: str = "train") -> dict[str, Any]:
+    def pop(self, name: str, split: str = "train") -> m.Assignment:
         """The oldest task that a generator holds."""
         tasks = self.tasks[name]
-        task = next(t for t in tasks if t["split"] == split)
+        task = next(t for t in tasks if t.split == split)
         tasks.remove(task)
         return task
 
-    def encoded(self, task: dict[str, Any], **more: Any) -> tuple[Any, ...]:
+    def encoded(self, task: m.Assignment, **more: Any) -> tuple[Any, ...]:
         """The trajectory of a task, as frames."""
-        return encode_frames(trajectory(task["ordinal"], task["attempt"], **more))
+        return encode_frames(trajectory(task.ordinal, task.attempt, **more))
 
-    def answer(self, name: str, task: dict[str, Any], **more: Any) -> str:
+    def answer(self, name: str, task: m.Assignment, **more: Any) -> str:
         """Sends the trajectory of a task; returns why it is refused."""
-        return self.broker.trajectory(name, self.encoded(task, **more), self.now)
+        return self.deliver(name, self.encoded(task, **more))
+
+    def deliver(self, name: str, frames: tuple[Any, ...]) -> str:
+        """Sends a trajectory; returns why it is refused."""
+        answer = self.broker.trajectory(name, m.FinishedRollout(frames=frames), self.now)
+        assert answer.accepted == (not answer.reason)
+        return answer.reason
 
     def answer_all(self, name: str, **more: Any) -> int:
         """Answers all train tasks that a generator holds now, and frees their slots."""
-        tasks = [t for t in self.tasks.get(name, []) if t["split"] == "train"]
+        tasks = [t for t in self.tasks.get(name, []) if t.split == "train"]
         for task in tasks:
             self.tasks[name].remove(task)
             assert self.answer(name, task, **more) == ""
         return len(tasks)
 
-    def fail(self, name: str, task: dict[str, Any], reason: str = "crashed", tokens: int = 0, detail: str = "") -> str:
+    def fail(self, name: str, task: m.Assignment, reason: str = "crashed", tokens: int = 0, detail: str = "") -> str:
         """Sends a failure; returns why it is refused."""
-        return self.broker.failure(name, task["ordinal"], task["attempt"], reason, detail, tokens, self.now)
+        message = m.FailedRollout(task.ordinal, task.attempt, reason, tokens, detail)
+        return self.broker.failure(name, message, self.now).reason
+
+    def load(self, name: str, version: int, fingerprint: str) -> None:
+        """States which weights a generator serves."""
+        self.broker.loaded(name, m.Loaded(version, fingerprint), self.now)
+
+    def learner(self, step: int, weights: m.WeightsRef | None = None, session: str = "") -> None:
+        """A learner joins and continues after `step`."""
+        self.broker.learner_joined(m.Hello("learner", "learner", 0, "", session, step, weights))
 
     def take(self, n: int = BATCH) -> str:
         """Asks for a batch; returns the key."""
@@ -156,14 +176,13 @@ class World:
 
     def commit(self, weights: bool = True, masked: int = 0, **metrics: float) -> None:
         """Commits the last batch, all tokens of it trained except `masked`."""
-        body = self.batches[-1]
+        batch = self.batches[-1]
         held = sum(_core.summary(header)["n_actions"] for header in self.frames[-1][::2])
         self.frames.clear()  # whoever holds a view keeps its bytes in the buffer
-        step, version = self.broker.run.step + 1, self.broker.versions.current
-        ref = (
-            {"version": version + 1, "path": f"/w/{version + 1}", "fingerprint": f"f{version + 1}"} if weights else None
-        )
-        self.broker.commit(body["lease"], step, ref, held - masked, masked, metrics, self.now)
+        version = self.broker.versions.current
+        ref = m.WeightsRef(version + 1, f"/w/{version + 1}", f"f{version + 1}") if weights else None
+        step = self.broker.run.step + 1
+        self.broker.commit(m.Commit(batch.lease, step, version, held - masked, masked, metrics, ref), self.now)
 
     def in_flight(self) -> int:
         """Tasks between start and training."""

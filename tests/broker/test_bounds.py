@@ -9,6 +9,7 @@ import pytest
 from broker.broker_world import BATCH, World, config
 
 from sao import _core
+from sao.transport import messages as m
 
 
 def test_full_buffer_stops_permits_and_never_blocks() -> None:
@@ -37,7 +38,7 @@ def test_larger_rollouts_than_ever_seen_wait_and_are_not_lost() -> None:
     seen: list[int] = []
     while world.ledger.counts()["ready"]:
         world.take()
-        seen += world.batches[-1]["ordinals"]
+        seen += world.batches[-1].ordinals
         world.commit()
         if len(seen) == n // BATCH * BATCH:
             break
@@ -59,7 +60,7 @@ def test_what_waits_for_room_grows_old_like_the_rest() -> None:
         assert world.answer("g0", world.pop("g0"), n_sampled=1500) == ""  # 13.6 KB each: four fit
     assert world.broker.store.n_waiting == 2
     for version in range(1, 4):  # none of it is taken
-        world.broker._publish({"version": version, "path": f"/w/{version}", "fingerprint": f"f{version}"})
+        world.broker._publish(m.WeightsRef(version, f"/w/{version}", f"f{version}"))
     world.broker.tick(world.now)
     assert world.broker.store.n_waiting == world.ledger.counts()["ready"] == 0
     assert world.ledger.tokens()["dropped"] == {"stale": 9000}
@@ -73,8 +74,8 @@ def test_a_buffer_too_small_for_a_batch_is_named() -> None:
         world.answer("g0", world.pop("g0"), n_sampled=3000)
     world.slots("g0", 8)
     world.take()
-    assert world.broker.run.done is not None and world.broker.run.done["failed"]
-    assert "buffer.max_bytes = 65536" in world.broker.run.done["reason"]
+    assert world.broker.run.done is not None and world.broker.run.done.failed
+    assert "buffer.max_bytes = 65536" in world.broker.run.done.reason
 
 
 def test_one_that_can_never_fit_is_refused_by_name() -> None:
@@ -92,15 +93,15 @@ def test_end_of_the_run_closes_the_ledger() -> None:
     world.take()
     world.commit()
     assert world.broker.run.done is not None
-    assert world.broker.run.done["reason"] == "all steps done"
-    assert not world.broker.run.done["failed"]
+    assert world.broker.run.done.reason == "all steps done"
+    assert not world.broker.run.done.failed
     assert world.ledger.unfinished() == []
     tokens = world.ledger.tokens()
     assert tokens["held"] == 0
     assert tokens["sampled"] == tokens["trained"] == 40
     world.take()
     assert world.stopped_takes[-1] == "all steps done"
-    assert world.pushed("stop", "g0")
+    assert world.pushed(m.Stop, "g0")
 
 
 def test_interrupted_tasks_stay_for_the_next_run(tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ def test_interrupted_tasks_stay_for_the_next_run(tmp_path: Path) -> None:
     world.ledger.close()
     again = World(ledger=path)
     again.join("g0", 8)
-    assert [(t["ordinal"], t["attempt"]) for t in again.tasks["g0"]] == [(o, 1) for o in range(6)] + [(6, 0), (7, 0)]
+    assert [(t.ordinal, t.attempt) for t in again.tasks["g0"]] == [(o, 1) for o in range(6)] + [(6, 0), (7, 0)]
     assert again.ledger.tokens()["dropped"] == {"restart": 5}
 
 
@@ -131,7 +132,7 @@ def test_killed_at_a_random_moment_every_task_is_somewhere_once(seed: int, tmp_p
                 task = tasks.pop(rng.randrange(len(tasks)))
                 world.fail("g0", task) if rng.random() < 0.2 else world.answer("g0", task)
             elif world.broker.leases.open:
-                trained += world.batches[-1]["ordinals"]
+                trained += world.batches[-1].ordinals
                 world.commit(weights=rng.random() < 0.5)
             elif not world.broker.leases.takes:
                 world.take()

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 from broker.broker_world import World, config
+from msgspec.structs import replace
 
 from sao import _core
 from sao.broker.tasks import MAX_ATTEMPTS, TaskBook
 from sao.errors import ValidationError
+from sao.transport import messages as m
 
 GRPO = {"estimator": "grpo", "group_size": 2}
 
@@ -23,7 +25,7 @@ def grouped(**sections: dict[str, Any]) -> World:
 def test_a_group_gets_one_task_and_the_next_group_another() -> None:
     world = grouped()
     world.join("g0", 100)
-    seeds = [task["seed"] for task in world.tasks["g0"]]
+    seeds = [task.seed for task in world.tasks["g0"]]
     assert len(seeds) == 8 and len(set(seeds)) == 4
     assert seeds[::2] == seeds[1::2]
 
@@ -31,17 +33,17 @@ def test_a_group_gets_one_task_and_the_next_group_another() -> None:
 def test_tasks_come_again_when_their_number_is_given() -> None:
     world = World(config(env={"train_tasks": 3}))
     world.join("g0", 100)
-    seeds = [task["seed"] for task in world.tasks["g0"]]
+    seeds = [task.seed for task in world.tasks["g0"]]
     assert len(set(seeds)) == 3 and seeds[:3] * 2 == seeds[:6]
     both = grouped(env={"train_tasks": 3})
     both.join("g0", 100)
-    assert [task["seed"] for task in both.tasks["g0"]] == [seeds[i] for i in (0, 0, 1, 1, 2, 2, 0, 0)]
+    assert [task.seed for task in both.tasks["g0"]] == [seeds[i] for i in (0, 0, 1, 1, 2, 2, 0, 0)]
 
 
 def test_groups_wait_for_their_last_member_and_leave_in_order_of_completion() -> None:
     world = grouped()
     world.join("g0", 100)
-    tasks = {task["ordinal"]: task for task in world.tasks["g0"]}
+    tasks = {task.ordinal: task for task in world.tasks["g0"]}
     world.take()
     for now, ordinal in enumerate((0, 2, 4, 6, 7)):
         world.now = float(now)
@@ -49,13 +51,13 @@ def test_groups_wait_for_their_last_member_and_leave_in_order_of_completion() ->
     assert not world.batches and world.ledger.counts()["ready"] == 5  # one group is whole, a batch needs two
     world.now = 9.0
     world.answer("g0", tasks[3])
-    assert world.batches[-1]["ordinals"] == [6, 7, 2, 3]
+    assert world.batches[-1].ordinals == (6, 7, 2, 3)
     world.commit()
     world.take()
     world.answer("g0", tasks[5])
     world.now = 10.0
     world.answer("g0", tasks[1])
-    assert world.batches[-1]["ordinals"] == [4, 5, 0, 1]
+    assert world.batches[-1].ordinals == (4, 5, 0, 1)
 
 
 def test_a_request_must_be_whole_groups() -> None:
@@ -72,14 +74,14 @@ def test_a_failed_member_is_played_again_with_the_same_task() -> None:
     other = world.pop("g0")
     world.slots("g0", 2)
     again = world.pop("g0")
-    assert (again["ordinal"], again["attempt"], again["seed"]) == (task["ordinal"], 1, task["seed"])
+    assert (again.ordinal, again.attempt, again.seed) == (task.ordinal, 1, task.seed)
     assert world.ledger.tokens()["dropped"] == {"failed_grader": 3}
     world.answer("g0", other)
     world.answer("g0", again)
     world.slots("g0", 8)
     world.take()
     world.answer_all("g0")
-    assert world.batches[-1]["ordinals"][:2] == [0, 1]
+    assert world.batches[-1].ordinals[:2] == (0, 1)
     world.ledger.check()
 
 
@@ -97,22 +99,22 @@ def test_a_member_that_fails_for_good_ends_its_group_in_every_state() -> None:
     world.answer("g0", ready, n_sampled=7)
     for attempt in range(MAX_ATTEMPTS):
         if attempt == MAX_ATTEMPTS - 1:
-            world.broker.book.again(world.broker.book.live[queued["ordinal"]], "lost")
-        world.fail("g0", {**bad, "attempt": attempt}, "grader", tokens=2)
+            world.broker.book.again(world.broker.book.live[queued.ordinal], "lost")
+        world.fail("g0", replace(bad, attempt=attempt), "grader", tokens=2)
         if attempt < MAX_ATTEMPTS - 1:
             world.slots("g0", 1)
-            assert world.pop("g0") == {**bad, "attempt": attempt + 1}
+            assert world.pop("g0") == replace(bad, attempt=attempt + 1)
     tokens, counts = world.ledger.tokens(), world.ledger.counts()
     assert tokens["dropped"] == {"failed_grader": 2 * MAX_ATTEMPTS, "group_incomplete": 7, "lost": 0}
     assert tokens["held"] == 0 and world.broker.book.dropped["group_incomplete"] == 3
-    assert world.pushed("cancel", "g0") == [{"ordinal": running["ordinal"], "attempt": 0}]
+    assert world.pushed(m.CancelTask, "g0") == [m.CancelTask(running.ordinal, 0)]
     assert world.answer("g0", running) == "late"
     assert counts["dropped"] == 4 and world.broker.store.stats()["trajectories"] == 0
     world.ledger.check()
     world.slots("g0", 4)
     world.take()
     world.answer_all("g0")
-    assert world.batches[-1]["ordinals"] == [4, 5, 6, 7]
+    assert world.batches[-1].ordinals == (4, 5, 6, 7)
 
 
 def test_a_trajectory_that_cannot_be_trained_on_ends_its_group() -> None:
@@ -133,7 +135,7 @@ def test_a_group_that_a_killed_broker_has_torn_is_ended_at_the_start(tmp_path: A
     world = World(config(algorithm=GRPO), tmp_path / "ledger")
     assert sorted(world.broker.book.live) == [2, 3, 4]
     world.join("g0", 8)
-    assert [task["ordinal"] for task in world.tasks["g0"]] == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert [task.ordinal for task in world.tasks["g0"]] == [2, 3, 4, 5, 6, 7, 8, 9]
     world.ledger.check()
 
 
@@ -145,12 +147,12 @@ def test_a_whole_group_may_be_overdue_at_once() -> None:
     world.now = 101.0
     world.broker.tick(world.now)  # both are started again
     world.slots("g0", 2)
-    assert [(t["ordinal"], t["attempt"]) for t in world.tasks["g0"]] == [(0, 1), (1, 1)]
+    assert [(t.ordinal, t.attempt) for t in world.tasks["g0"]] == [(0, 1), (1, 1)]
     world.now = 202.0
     world.broker.tick(world.now)  # both have had their second chance
     assert world.broker.run.done is None
     assert world.broker.book.dropped == {"deadline": 1, "group_incomplete": 1}
-    assert [world.ledger.state(task["ordinal"]) for task in (first, second)] == ["finished", "finished"]
+    assert [world.ledger.state(task.ordinal) for task in (first, second)] == ["finished", "finished"]
     world.ledger.check()
 
 
@@ -173,7 +175,7 @@ def test_nothing_but_whole_groups_is_ever_trained(seed: int, discipline: str) ->
             transport={"rollout_timeout_s": 60.0},
         )
     )
-    running: list[tuple[int, str, dict[str, Any]]] = []
+    running: list[tuple[int, str, m.Assignment]] = []
     names, trained = ["g0", "g1"], []
     for name in names:
         world.join(name, 5)
@@ -204,11 +206,12 @@ def test_nothing_but_whole_groups_is_ever_trained(seed: int, discipline: str) ->
         if tick % 10 == 0:
             world.broker.tick(world.now)
         if world.broker.leases.open:
-            trained += world.batches[-1]["ordinals"]
+            trained += world.batches[-1].ordinals
             world.commit()
         elif not world.broker.leases.takes:
             world.take()
-    assert world.broker.run.done == {**world.broker.run.done, "failed": False, "step": 40}
+    done = world.broker.run.done
+    assert done and (done.failed, done.step) == (False, 40)
     assert len(trained) == len(set(trained)) == 160
     groups = [ordinal // size for ordinal in trained]
     assert all(groups.count(group) == size for group in groups)

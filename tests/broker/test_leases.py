@@ -6,22 +6,24 @@ from typing import Any
 
 import pytest
 from broker.broker_world import BATCH, World, batches_of, config
+from msgspec.structs import replace
 
 from sao import _core
 from sao.errors import LedgerError, TransportError, ValidationError
+from sao.transport import messages as m
 
 
 def test_tasks_of_a_dead_generator_are_started_again() -> None:
     world = World()
     world.join("g0", 4)
     world.join("g1", 0)
-    lost = [t["ordinal"] for t in world.tasks["g0"]]
+    lost = [t.ordinal for t in world.tasks["g0"]]
     world.broker.generator_left("g0", "unreachable", 3.0)
     assert world.in_flight() == 0
     assert world.ledger.counts()["requeued"] == 4
     world.slots("g1", 8)
-    assert [(t["ordinal"], t["attempt"]) for t in world.tasks["g1"]][:4] == [(o, 1) for o in lost]
-    assert "4 tasks in flight" in world.pushed("event")[0]["text"]
+    assert [(t.ordinal, t.attempt) for t in world.tasks["g1"]][:4] == [(o, 1) for o in lost]
+    assert "4 tasks in flight" in world.pushed(m.Event)[0].text
 
 
 def test_a_task_that_kills_its_generators_is_given_up() -> None:
@@ -29,7 +31,7 @@ def test_a_task_that_kills_its_generators_is_given_up() -> None:
     attempts = []
     for i in range(6):
         world.join(f"g{i}", 1)
-        attempts.append((world.tasks[f"g{i}"][0]["ordinal"], world.tasks[f"g{i}"][0]["attempt"]))
+        attempts.append((world.tasks[f"g{i}"][0].ordinal, world.tasks[f"g{i}"][0].attempt))
         world.broker.generator_left(f"g{i}", "unreachable", float(i))
     assert attempts == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0)]
     assert world.broker.book.dropped["generator_lost"] == 1
@@ -50,12 +52,12 @@ def test_a_lost_rollout_does_not_hold_up_the_run() -> None:
     world.tasks["g0"].clear()
     world.now = 100.5
     world.broker.tick(world.now)
-    event = world.pushed("event")[0]["text"]
-    assert f"task {lost['ordinal']} attempt 0 on g0 is 100.5 s old" in event
-    assert world.pushed("cancel", "g0")[0] == {"ordinal": 0, "attempt": 0}
+    event = world.pushed(m.Event)[0].text
+    assert f"task {lost.ordinal} attempt 0 on g0 is 100.5 s old" in event
+    assert world.pushed(m.CancelTask, "g0")[0] == m.CancelTask(0, 0)
     assert world.answer("g0", lost) == "late"
     world.slots("g0", 8)
-    assert {k: world.tasks["g0"][0][k] for k in ("ordinal", "attempt")} == {"ordinal": 0, "attempt": 1}
+    assert (world.tasks["g0"][0].ordinal, world.tasks["g0"][0].attempt) == (0, 1)
     world.now = 300.0
     world.broker.tick(world.now)
     assert world.broker.book.dropped["deadline"] == 4  # with the three that the test left lying
@@ -67,14 +69,14 @@ def test_a_dead_learner_gives_its_lease_back_in_the_old_order() -> None:
     world.join("g0", 8)
     world.answer_all("g0")
     world.take()
-    first = world.batches[-1]["ordinals"]
+    first = world.batches[-1].ordinals
     world.broker.learner_left("silent for 15 s", 1.0)
     assert world.ledger.counts()["ready"] == 8
-    assert "4 leased trajectories given back" in world.pushed("event")[-1]["text"]
-    world.broker.learner_joined(0)
+    assert "4 leased trajectories given back" in world.pushed(m.Event)[-1].text
+    world.learner(0)
     world.take()
-    assert world.batches[-1]["ordinals"] == first
-    assert world.batches[-1]["lease"] != world.batches[-2]["lease"]
+    assert world.batches[-1].ordinals == first
+    assert world.batches[-1].lease != world.batches[-2].lease
     world.commit()
 
 
@@ -101,8 +103,8 @@ def test_a_take_waits_until_all_are_there() -> None:
         assert world.batches == []
         world.now += 1
         world.answer("g0", world.pop("g0"))
-    assert world.batches[0]["ordinals"] == [0, 1, 2, 3]
-    assert world.batches[0]["ages_s"] == [3.0, 2.0, 1.0, 0.0]
+    assert world.batches[0].ordinals == (0, 1, 2, 3)
+    assert world.batches[0].ages_s == (3.0, 2.0, 1.0, 0.0)
     assert len(world.frames[0]) == 2 * BATCH
     assert _core.summary(world.frames[0][0], world.frames[0][1])["task_ordinal"] == 0
     for n in (0, BATCH + 1):
@@ -115,21 +117,20 @@ def test_commit_refuses_what_does_not_add_up_and_changes_nothing() -> None:
     world.join("g0", 8)
     world.answer_all("g0")
     world.take()
-    good = {"lease": 1, "step": 1, "trained_tokens": 18, "masked_tokens": 2, "metrics": {}, "now": 0.0}
-    ref = {"version": 1, "path": "/w/1", "fingerprint": "f1"}
+    good = m.Commit(1, 1, 1, 18, 2, {}, m.WeightsRef(1, "/w/1", "f1"))
     bad: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"lease": 7}, TransportError, "7 is not open"),
         ({"step": 0}, ValidationError, "must be above"),
-        ({"weights": {**ref, "version": 0}}, ValidationError, "weights.version: 0"),
-        ({"weights": {"version": 1, "path": "/w/1"}}, ValidationError, "weights.fingerprint"),
+        ({"weights": m.WeightsRef(0, "/w/0", "f0")}, ValidationError, "weights.version: 0"),
         ({"trained_tokens": 19}, LedgerError, "holds 20"),
     ]
     for change, kind, text in bad:
         with pytest.raises(kind, match=text):
-            world.broker.commit(**{**good, "weights": ref, **change})
+            world.broker.commit(replace(good, **change), 0.0)
         assert (world.broker.run.step, world.broker.versions.current) == (0, 0)
         assert world.ledger.counts()["leased"] == 4
-    world.broker.commit(**good, weights=ref)
+    assert world.broker.commit(good, 0.0) == m.Position(1, 1)
+    assert world.broker.commit(good, 0.0) == m.Position(1, 1)  # once more, the answer was lost
     assert world.ledger.tokens()["trained"] == 18
     assert world.ledger.tokens()["masked"] == 2
 
@@ -147,21 +148,21 @@ def test_the_version_follows_published_weights_not_steps_or_trajectories() -> No
     assert world.broker.book.dropped == {}
     batches_of(world, 2, slots=8)
     assert world.broker.versions.current == 2
-    assert [b["version"] for b in world.pushed("version", "g0")] == [1, 2]
-    assert world.broker.versions.weights == {"version": 2, "path": "/w/2", "fingerprint": "f2"}
+    assert [b.weights.version for b in world.pushed(m.NewWeights, "g0")] == [1, 2]
+    assert world.broker.versions.weights == m.WeightsRef(2, "/w/2", "f2")
 
 
 def test_step_metrics_hold_both_sides() -> None:
     world = World()
     world.join("g0", 8)
-    world.broker.scheduler.generators["g0"].report = {"busy_share": 0.75, "tokens_per_s": 90.0}
+    world.broker.scheduler.generators["g0"].report = m.Stats(busy_share=0.75, tokens_per_s=90.0)
     world.take()
     world.now = 2.0
     world.answer_all("g0")
     world.commit(loss=0.5, masked=3)
-    step = world.pushed("step")[0]
-    metrics = step["metrics"]
-    assert step["step"] == 1
+    step = world.pushed(m.StepReport)[0]
+    metrics = step.metrics
+    assert step.step == 1
     assert metrics["loss"] == 0.5
     assert metrics["broker/tokens_sampled"] == 40
     assert metrics["broker/sampled_tokens_per_s"] == 20.0
@@ -182,7 +183,7 @@ def test_a_gap_between_engine_and_learner_is_an_event_once() -> None:
         world.take()
         world.answer_all("g0")
         world.commit(**({} if gap is None else {"logprob_gap/mean": gap}))
-    told = [body["text"] for body in world.pushed("event") if "log-prob gap" in body["text"]]
+    told = [body.text for body in world.pushed(m.Event) if "log-prob gap" in body.text]
     assert [text.partition(" nats")[0] for text in told] == [
         "step 2: log-prob gap at lag 0: 0.2",
         "step 7: log-prob gap at lag 0: 0.06",
@@ -212,7 +213,7 @@ def test_survival_by_length_shows_what_dropping_by_age_does() -> None:
     world.take(8)
     world.answer_all("g0", version=4)
     world.commit()
-    metrics = world.pushed("step")[-1]["metrics"]
+    metrics = world.pushed(m.StepReport)[-1].metrics
     assert metrics["broker/survival_decile/9"] == 0.0
     assert metrics["broker/lag_count/0"] == 8
 
@@ -224,7 +225,7 @@ def test_a_starving_learner_is_an_event_that_names_the_oldest_task() -> None:
     for now in (30.0, 61.0, 90.0, 122.0):
         world.now = now
         world.broker.tick(now)
-    events = [body["text"] for body in world.pushed("event")]
+    events = [body.text for body in world.pushed(m.Event)]
     assert len(events) == 2
     assert "learner: a batch of 4 trajectories, for 61 s (0 ready, 8 running, 0 to be started again)" in events[0]
     assert "g0: the end of 8 rollouts, task 0 attempt 0 for 61 s of transport.rollout_timeout_s = 1000" in events[0]

@@ -13,6 +13,7 @@ from sao.broker.ledger_file import LedgerFile
 from sao.broker.server import Server
 from sao.errors import LedgerError
 from sao.trajectory import encode_frames
+from sao.transport import messages as m
 from sao.transport import private_folder
 
 
@@ -110,8 +111,8 @@ def test_the_log_is_on_disk_before_the_ledger_is_folded(tmp_path, monkeypatch):
     server = Server(config(buffer={"ledger_growth_bytes": 1}), tmp_path, f"ipc://{sockets}/broker")
     try:
         server.broker.scheduler.joined("g0")
-        server.broker.slots("g0", 4, None, 0.0)
-        server.broker.trajectory("g0", encode_frames(trajectory(0)), 0.0)
+        server.broker.slots("g0", m.Slots(4), 0.0)
+        server.broker.trajectory("g0", m.FinishedRollout(frames=encode_frames(trajectory(0))), 0.0)
         assert server.memory is not None and server.memory.log is not None and server.memory.log.due
         waiting = []
         monkeypatch.setattr(LedgerFile, "fold", lambda self, upto: waiting.append((upto, server.memory.log.due)))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 from broker.broker_world import config, trajectory
 
@@ -12,6 +15,7 @@ from sao.broker.store import ReadyStore
 from sao.broker.versions import KNOWN_FINGERPRINTS, Versions
 from sao.errors import TransportError, ValidationError
 from sao.trajectory import encode_frames
+from sao.transport.messages import WeightsRef
 
 
 def put(store: ReadyStore, ordinal: int, version: int = 0, n_sampled: int = 5) -> None:
@@ -43,8 +47,8 @@ def test_the_store_drops_what_is_too_old_and_what_is_not_wanted() -> None:
     assert store.stats()["trajectories"] == 0
 
 
-def weights(version: int) -> dict[str, object]:
-    return {"version": version, "path": f"/w/{version}", "fingerprint": f"f{version}"}
+def weights(version: int) -> WeightsRef:
+    return WeightsRef(version, f"/w/{version}", f"f{version}")
 
 
 def test_versions_advance_and_know_what_was_published() -> None:
@@ -60,10 +64,10 @@ def test_versions_advance_and_know_what_was_published() -> None:
     assert versions.fault({"max_version": 99, "fingerprints": {}})[0] == "future_version"
     assert versions.fault({"max_version": 60, "fingerprints": {60: "f0"}})[0] == "wrong_fingerprint"
     assert versions.fault({"max_version": 60, "fingerprints": {60: "f60"}}) == ("", "")
-    moved = {**weights(versions.current), "path": "/elsewhere"}
+    moved = replace(weights(versions.current), path="/elsewhere")
     assert versions.repeated(moved) and versions.weights == moved and not versions.repeated(weights(3))
     later = Versions(config().staleness)
-    later.restore(versions.note())
+    later.restore(msgspec.to_builtins(versions.note()))
     assert (later.current, later.oldest_kept, later.weights) == (versions.current, None, moved)
 
 
@@ -81,8 +85,9 @@ def test_a_round_is_played_once_and_a_lost_episode_again() -> None:
         again = rounds.next_task("g0")
         assert again and again.seed == first.seed
     rounds.lost("g0")
-    result = rounds.finish(5.0)
-    assert result == {**result, "step": 0, "n": 1, "success": 1.0, "failed_by_reason": {"generator_lost": 1}}
+    report = rounds.finish(5.0)
+    assert report and (report.step, report.n, report.success) == (0, 1, 1.0)
+    assert report.failed_by_reason == {"generator_lost": 1}
     assert rounds.busy and rounds.current and rounds.current.step == 2
     later = Evaluation(config(eval={"every_steps": 2, "episodes": 2}))
     later.restore(rounds.note(), 0.0)
@@ -98,7 +103,7 @@ def test_the_first_reason_ends_the_run_and_failures_count_in_a_row() -> None:
     assert run.over == "one"
     later = Run(config(), resumed=3)
     assert later.awaiting and later.step == 3
-    later.restore(run.note())
+    later.restore(msgspec.to_builtins(run.note()))
     assert (later.ending, later.step, later.awaiting) == ("one", 0, False)
 
 

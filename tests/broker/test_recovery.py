@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from tests.broker.broker_world import BATCH, World, config, trajectory
 
 from sao import _core
-from sao.broker import outbox
+from sao.broker import scheduler
 from sao.broker.broker import Broker
 from sao.broker.memory import Memory, open_log
 from sao.trajectory import encode, encode_frames
+from sao.transport import messages as m
 
 
 class Lives(World):
@@ -36,11 +38,11 @@ class Lives(World):
         self.memory.commit(self.broker.note())
 
     def give(self, name: str, ordinal: int, attempt: int = 0, **facts) -> str:
-        return self.broker.trajectory(name, encode_frames(trajectory(ordinal, attempt, **facts)), self.now)
+        return self.deliver(name, encode_frames(trajectory(ordinal, attempt, **facts)))
 
     def step(self, lease: int, step: int, tokens: int) -> None:
-        weights = {"version": step, "path": f"/w/{step}", "fingerprint": f"{step:032x}"}
-        self.broker.commit(lease, step, weights, tokens, 0, {}, self.now)
+        weights = m.WeightsRef(step, f"/w/{step}", f"{step:032x}")
+        self.broker.commit(m.Commit(lease, step, step, tokens, 0, {}, weights), self.now)
 
 
 @pytest.fixture
@@ -50,26 +52,27 @@ def lives(tmp_path):
 
 def test_ready_leased_and_running_outlive_the_broker(lives):
     lives.join("g0", 8)
-    started = [task["ordinal"] for task in lives.tasks["g0"]]
+    started = [task.ordinal for task in lives.tasks["g0"]]
     for ordinal in started[:5]:
         assert lives.give("g0", ordinal) == ""
     lives.broker.take("t", BATCH, 0.0)
-    lease = lives.batches[-1]["lease"]
+    lease = lives.batches[-1].lease
     lives.commit_turn()
     lives.again()
     book = lives.broker.book
     assert (book.n_ready, book.n_leased, len(book.running)) == (1, 4, 3)
     assert lives.give("g0", started[0]) == "duplicate"  # its answer was lost, the generator asks again
     lives.broker.scheduler.joined("g0")
-    lives.broker.generator_holds("g0", [[ordinal, 0] for ordinal in started[5:7]] + [[99, 0]], 1.0)
-    assert lives.pushed("cancel", "g0") == [{"ordinal": 99, "attempt": 0}]
+    held = (*((ordinal, 0) for ordinal in started[5:7]), (99, 0))
+    lives.broker.generator_joined("g0", m.Hello("generator", "g0", 1, "", tasks=held), 1.0)
+    assert lives.pushed(m.CancelTask, "g0") == [m.CancelTask(99, 0)]
     assert (
         sorted(book.running) == started[5:7] and book.n_queued == 1
     )  # the push of the last one was lost with the broker
     lives.step(lease, 1, 4 * 5)
     lives.commit_turn()
     lives.again()
-    assert (lives.broker.run.step, lives.broker.versions.current, lives.broker.run.shown["step"]) == (1, 1, 1)
+    assert (lives.broker.run.step, lives.broker.versions.current, lives.broker.run.shown.step) == (1, 1, 1)
     lives.step(lease, 1, 4 * 5)  # the learner asks again
     assert (lives.broker.run.step, lives.broker.versions.current) == (1, 1)
     lives.ledger.check()
@@ -79,18 +82,18 @@ def test_ready_leased_and_running_outlive_the_broker(lives):
 def test_a_batch_whose_answer_was_lost_goes_out_again(lives):
     lives.join("g0", 8)
     for task in lives.tasks["g0"][:4]:
-        lives.give("g0", task["ordinal"])
+        lives.give("g0", task.ordinal)
     lives.broker.take("t", BATCH, 0.0)
     lives.commit_turn()
     lives.again()
     lives.broker.take("t", BATCH, 1.0)
     first, second = lives.batches
-    assert first["ordinals"] == second["ordinals"] and first["lease"] != second["lease"]
+    assert first.ordinals == second.ordinals and first.lease != second.lease
 
 
 def test_a_damaged_record_is_named_and_its_task_is_played_again(lives, tmp_path):
     lives.join("g0", 8)
-    ordinals = [task["ordinal"] for task in lives.tasks["g0"]]
+    ordinals = [task.ordinal for task in lives.tasks["g0"]]
     for ordinal in ordinals[:3]:
         lives.give("g0", ordinal)
     lives.commit_turn()
@@ -100,7 +103,7 @@ def test_a_damaged_record_is_named_and_its_task_is_played_again(lives, tmp_path)
     data[place + 30] ^= 1
     path.write_bytes(data)
     lives.again()
-    texts = [body["text"] for body in lives.pushed("event")]
+    texts = [body.text for body in lives.pushed(m.Event)]
     assert any(f"{path} byte" in text and "is damaged" in text for text in texts)
     assert lives.broker.book.n_ready == 2 and lives.broker.book.n_queued == 1
     lives.ledger.check()
@@ -110,7 +113,7 @@ def test_a_damaged_record_is_named_and_its_task_is_played_again(lives, tmp_path)
 def test_what_the_log_has_and_the_ledger_has_not_is_brought_in_line(lives):
     lives.join("g0", 8)
     lives.commit_turn()
-    ordinal = lives.tasks["g0"][0]["ordinal"]
+    ordinal = lives.tasks["g0"][0].ordinal
     lives.give("g0", ordinal)
     lives.memory.log.flush()  # killed between the two writes
     left = (lives.folder / "ledger.log").read_bytes()
@@ -128,11 +131,11 @@ def test_what_the_log_has_and_the_ledger_has_not_is_brought_in_line(lives):
 
 def test_answers_stay_known_after_two_kills(lives):
     lives.join("g0", 8)
-    ordinals = [task["ordinal"] for task in lives.tasks["g0"]][:BATCH]
+    ordinals = [task.ordinal for task in lives.tasks["g0"]][:BATCH]
     for ordinal in ordinals:
         assert lives.give("g0", ordinal) == ""
     lives.broker.take("t", BATCH, 0.0)
-    lives.step(lives.batches[-1]["lease"], 1, 5 * BATCH)
+    lives.step(lives.batches[-1].lease, 1, 5 * BATCH)
     lives.commit_turn()
     for _ in range(2):  # after the first one nothing lives in the segment that holds the answers
         lives.again()
@@ -141,8 +144,8 @@ def test_answers_stay_known_after_two_kills(lives):
     assert lives.ledger.tokens()["sampled"] == 5 * BATCH
 
 
-def turn(lives: Lives, task: dict, part: int) -> None:
-    lives.broker.book.turn(task["ordinal"], task["attempt"], part, 4, 0, b"h%d" % part, b"p" * 10)
+def turn(lives: Lives, task: m.Assignment, part: int) -> None:
+    lives.broker.book.turn(task.ordinal, task.attempt, part, 4, 0, b"h%d" % part, b"p" * 10)
 
 
 def test_a_lost_rollout_goes_on_after_its_turns_also_when_the_broker_dies_too(lives):
@@ -156,10 +159,10 @@ def test_a_lost_rollout_goes_on_after_its_turns_also_when_the_broker_dies_too(li
     lives.broker.generator_left("g0", "killed", 1.0)
     lives.slots("g1", 1)
     (again,) = lives.tasks["g1"]
-    assert again == {**task, "attempt": 1, "turns": 2} and lives.frames_sent[-1] == (b"h0", b"p" * 10, b"h1", b"p" * 10)
+    assert again == replace(task, attempt=1, turns=2) and lives.frames_sent[-1] == (b"h0", b"p" * 10, b"h1", b"p" * 10)
     turn(lives, again, 2)
-    assert lives.broker.book.memory.prefix_tokens(task["ordinal"]) == 12
-    lives.broker.book.diverged(again["ordinal"], again["attempt"])
+    assert lives.broker.book.memory.prefix_tokens(task.ordinal) == 12
+    lives.broker.book.diverged(again.ordinal, again.attempt)
     assert lives.ledger.tokens()["dropped"] == {"generator_lost": 0, "diverged": 12}
     lives.commit_turn()
     lives.again()
@@ -173,16 +176,16 @@ def test_turns_whose_tokens_were_dropped_stay_dropped_when_the_broker_dies(lives
     for part in (0, 1):
         turn(lives, task, part)
     lives.commit_turn()
-    assert lives.broker.book.again(lives.broker.book.live[task["ordinal"]], "deadline")
+    assert lives.broker.book.again(lives.broker.book.live[task.ordinal], "deadline")
     lives.commit_turn()
     lives.again()
     assert not lives.broker.book.memory.prefixes and lives.ledger.tokens()["dropped"] == {"deadline": 8}
     lives.join("g1", 1)
     (again,) = lives.tasks["g1"]
-    assert again == {**task, "attempt": 1}
+    assert again == replace(task, attempt=1)
     turn(lives, again, 0)
-    lives.give("g1", task["ordinal"], attempt=1)
-    lives.broker.book.requeue(lives.broker.book.live[task["ordinal"]], "rewound")  # as when steps are lost
+    lives.give("g1", task.ordinal, attempt=1)
+    lives.broker.book.requeue(lives.broker.book.live[task.ordinal], "rewound")  # as when steps are lost
     lives.commit_turn()
     lives.again()
     assert not lives.broker.book.memory.prefixes
@@ -190,7 +193,7 @@ def test_turns_whose_tokens_were_dropped_stay_dropped_when_the_broker_dies(lives
 
 
 def test_many_turns_go_out_in_several_messages(lives, monkeypatch):
-    monkeypatch.setattr(outbox, "MAX_FRAMES", 6)
+    monkeypatch.setattr(scheduler, "FRAMES", 6)
     lives.join("g0", 5)
     for task in lives.tasks["g0"]:
         for part in range(2):
@@ -198,7 +201,7 @@ def test_many_turns_go_out_in_several_messages(lives, monkeypatch):
     lives.broker.generator_left("g0", "killed", 1.0)
     lives.join("g1", 5)
     assert [len(frames) for frames in lives.frames_sent] == [8, 8, 4]
-    assert [task["turns"] for task in lives.tasks["g1"]] == [2] * 5
+    assert [task.turns for task in lives.tasks["g1"]] == [2] * 5
 
 
 def test_turns_are_bounded_in_bytes(lives):
@@ -208,8 +211,8 @@ def test_turns_are_bounded_in_bytes(lives):
     turn(lives, first, 0)
     turn(lives, second, 0)
     turn(lives, first, 1)  # no room: this rollout would begin anew
-    assert set(lives.memory.prefixes) == {second["ordinal"]} and lives.memory.prefix_bytes == 12
-    lives.give("g0", second["ordinal"])
+    assert set(lives.memory.prefixes) == {second.ordinal} and lives.memory.prefix_bytes == 12
+    lives.give("g0", second.ordinal)
     assert not lives.memory.prefixes and lives.memory.prefix_bytes == 0
 
 
@@ -220,9 +223,9 @@ def test_the_log_of_a_long_run_stays_small_and_answers_stay_known(tmp_path):
     largest = 0
     for step in range(1, 400):
         for task in list(lives.tasks["g0"])[-4:]:
-            lives.give("g0", task["ordinal"], version=step - 1)
+            lives.give("g0", task.ordinal, version=step - 1)
         lives.broker.take(step, BATCH, 0.0)
-        lives.step(lives.batches[-1]["lease"], step, 20)
+        lives.step(lives.batches[-1].lease, step, 20)
         lives.slots("g0", 4)
         lives.commit_turn()
         largest = max(largest, lives.memory.log.n_bytes)
@@ -238,11 +241,11 @@ def test_turns_of_a_rollout_that_was_begun_anew_do_not_come_back_behind_new_ones
     for part in (0, 1, 2):
         turn(lives, task, part)
     turn(lives, other, 0)  # lives in the same segment, which therefore stays
-    lost = lives.memory.prefix_tokens(task["ordinal"])
-    lives.broker.book.diverged(task["ordinal"], task["attempt"])
-    lives.broker.book.turn(task["ordinal"], task["attempt"], 0, 5, 0, b"other", b"q" * 10)
+    lost = lives.memory.prefix_tokens(task.ordinal)
+    lives.broker.book.diverged(task.ordinal, task.attempt)
+    lives.broker.book.turn(task.ordinal, task.attempt, 0, 5, 0, b"other", b"q" * 10)
     lives.commit_turn()
     lives.again()
-    prefix = lives.broker.book.memory.prefixes[task["ordinal"]]
+    prefix = lives.broker.book.memory.prefixes[task.ordinal]
     assert (prefix.turns, prefix.n_tokens) == ([(b"other", b"q" * 10)], 5)
     assert lives.ledger.tokens()["sampled"] == lives.ledger.tokens()["dropped"]["diverged"] == lost

@@ -13,10 +13,11 @@ from broker.broker_world import BATCH, World, batches_of, config
 from sao import _core
 from sao.broker import tasks
 from sao.errors import TransportError
+from sao.transport import messages as m
 
 
-def weights(version: int) -> dict[str, object]:
-    return {"version": version, "path": f"/w/{version}", "fingerprint": f"f{version}"}
+def weights(version: int) -> m.WeightsRef:
+    return m.WeightsRef(version, f"/w/{version}", f"f{version}")
 
 
 def killed(world: World, folder: Path, name: str) -> Path:
@@ -37,22 +38,22 @@ def test_lost_steps_are_trained_again_and_their_tasks_come_first(tmp_path: Path)
     world.join("g0", 0)
     batches_of(world, 3)
     world = World(config(staleness={"discipline": "window"}), killed(world, tmp_path, "k"), resumed=1)
-    world.broker.learner_joined(1, weights(1))
+    world.learner(1, weights(1))
     world.join("g0", 0)
     with pytest.raises(TransportError, match="published were f1"):  # of the line of history that is lost
-        world.broker.loaded("g0", 1, "of another line")
+        world.load("g0", 1, "of another line")
     world.slots("g0", BATCH)
     assert not world.tasks.get("g0")
-    world.broker.loaded("g0", 1, "f1")
+    world.load("g0", 1, "f1")
     world.slots("g0", BATCH)
     again = world.tasks["g0"]
-    assert [(task["ordinal"], task["attempt"]) for task in again] == [(4, 1), (5, 1), (6, 1), (7, 1)]
+    assert [(task.ordinal, task.attempt) for task in again] == [(4, 1), (5, 1), (6, 1), (7, 1)]
     world.take()
     world.answer_all("g0", version=1)
     world.commit()
     assert world.broker.run.step == 2 and world.broker.versions.current == 2
     batches_of(world, 4)
-    assert world.broker.run.done and not world.broker.run.done["failed"]
+    assert world.broker.run.done and not world.broker.run.done.failed
     assert trained(path) == Counter(range(6 * BATCH))
     assert world.ledger.tokens()["dropped"]["rewound"] == 2 * BATCH * 5
     world.ledger.check()
@@ -64,9 +65,9 @@ def test_nothing_is_handed_out_before_the_learner_continues_and_generators_have_
     world.join("g0", 0)
     world.slots("g0", 8)
     for _ in range(2):
-        for task in [t for t in world.tasks["g0"] if t["split"] == "eval"]:
+        for task in [t for t in world.tasks["g0"] if t.split == "eval"]:
             world.tasks["g0"].remove(task)
-            world.broker.eval_result("g0", task["ordinal"], 1.0, None, "", "", 0, world.now)
+            world.broker.eval_result("g0", m.EvalResult(task.ordinal, 0, 1.0), world.now)
         world.take()
         world.answer_all("g0")
         world.commit()
@@ -76,55 +77,55 @@ def test_nothing_is_handed_out_before_the_learner_continues_and_generators_have_
     world.broker.tick(1.0)
     assert world.tasks == {} and world.broker.scheduler.permits() == 0
     with pytest.raises(TransportError, match="continues after step 1, the run after step 2"):
-        world.broker.learner_joined(1, weights(2))
-    world.broker.learner_joined(2, weights(2))
-    assert world.pushed("version", "g0") == [weights(2)]
+        world.learner(1, weights(2))
+    world.learner(2, weights(2))
+    assert world.pushed(m.NewWeights, "g0") == [m.NewWeights(weights(2))]
     world.broker.tick(2.0)
     assert world.tasks == {}, "it still serves the start model"
-    world.broker.loaded("g0", 2, "f2")
+    world.load("g0", 2, "f2")
     world.broker.tick(3.0)
-    assert {task["split"] for task in world.tasks["g0"]} == {"eval", "train"}, "the round of step 2 may have been lost"
+    assert {task.split for task in world.tasks["g0"]} == {"eval", "train"}, "the round of step 2 may have been lost"
 
 
 def test_a_learner_that_lost_steps_without_new_weights_is_refused(tmp_path: Path) -> None:
     world = World(config(), tmp_path / "ledger.log")
-    world.broker.learner_joined(0, None, "a")
+    world.learner(0, None, "a")
     world.join("g0", 0)
     world.slots("g0", BATCH)
     world.take()
     world.answer_all("g0")
     world.commit(weights=False)  # as in a warm-up of the critic
     with pytest.raises(TransportError, match="continues after step 0, the run after step 1"):
-        world.broker.learner_joined(0, None, "b")
-    world.broker.learner_joined(1, None, "c")
+        world.learner(0, None, "b")
+    world.learner(1, None, "c")
     assert world.broker.run.step == 1
 
 
 def test_an_evaluation_round_that_was_not_due_is_not_played_at_a_resume(tmp_path: Path) -> None:
     cfg = config(eval={"every_steps": 2, "episodes": 1})
     world = World(cfg, tmp_path / "ledger.log", resumed=0)
-    world.broker.learner_joined(0)
+    world.learner(0)
     world.join("g0", 8)
-    assert [task["split"] for task in world.tasks["g0"]].count("eval") == 1
+    assert [task.split for task in world.tasks["g0"]].count("eval") == 1
     other = World(config(), tmp_path / "other.log")
     other.join("g0", 0)
     batches_of(other, 1)
     other.ledger.close()
     world = World(cfg, tmp_path / "other.log", resumed=1)
-    world.broker.learner_joined(1, weights(1))
+    world.learner(1, weights(1))
     world.join("g0", 0)
-    world.broker.loaded("g0", 1, "f1")
+    world.load("g0", 1, "f1")
     world.slots("g0", 8)
-    assert {task["split"] for task in world.tasks["g0"]} == {"train"}
+    assert {task.split for task in world.tasks["g0"]} == {"train"}
 
 
 def test_restarts_of_the_run_do_not_use_up_the_attempts_of_a_task(tmp_path: Path) -> None:
     path = tmp_path / "ledger.log"
     for life in range(2 * tasks.MAX_ATTEMPTS):
         world = World(config(), path, resumed=0)
-        world.broker.learner_joined(0)
+        world.learner(0)
         world.join("g0", 1)
-        assert [(t["ordinal"], t["attempt"]) for t in world.tasks["g0"]] == [(0, life)]
+        assert [(t.ordinal, t.attempt) for t in world.tasks["g0"]] == [(0, life)]
         world.ledger.close()
 
 
@@ -137,13 +138,13 @@ def test_kills_at_random_moments_lose_no_task_and_train_none_twice(tmp_path: Pat
     path, step, checkpoint, kills = tmp_path / "ledger.log", 0, 0, 0
     while step < 12:
         world = World(cfg, path, resumed=checkpoint)
-        world.broker.learner_joined(checkpoint, weights(checkpoint) if checkpoint else None)
+        world.learner(checkpoint, weights(checkpoint) if checkpoint else None)
         world.join("g0", 0)
-        world.broker.loaded("g0", checkpoint, f"f{checkpoint}")
+        world.load("g0", checkpoint, f"f{checkpoint}")
         taken = False
         for _ in range(rng.randrange(3, 20)):
             world.slots("g0", rng.randrange(0, 12))
-            waiting = [t for t in world.tasks.get("g0", []) if t["split"] == "train"]
+            waiting = [t for t in world.tasks.get("g0", []) if t.split == "train"]
             for task in rng.sample(waiting, min(len(waiting), rng.randrange(0, 4))):
                 world.tasks["g0"].remove(task)
                 assert world.answer("g0", task, n_sampled=rng.randrange(1, 9)) == ""

@@ -60,16 +60,16 @@ def test_a_damaged_sidecar_is_refused():
     world.join("g0", 1)
     header, payload, *more = map(bytes, world.encoded(world.pop("g0"), sidecars=SIDECARS))
     for frames in ([more[0][:-1] + b"\xff", *more[1:]], more[:2], [*more, b""], []):
-        answer = world.broker.trajectory("g0", (header, payload, *frames), 0.0)
+        answer = world.deliver("g0", (header, payload, *frames))
         assert answer.startswith("corrupt: sidecars"), answer
-    assert world.broker.trajectory("g0", (header, payload, *more), 0.0) == ""
+    assert world.deliver("g0", (header, payload, *more)) == ""
 
 
 def test_sidecars_outlive_the_broker(tmp_path):
     lives = Lives(tmp_path)
     lives.join("g0", 8)
     for task in lives.tasks["g0"]:
-        assert lives.give("g0", task["ordinal"], sidecars=SIDECARS) == ""
+        assert lives.give("g0", task.ordinal, sidecars=SIDECARS) == ""
     lives.commit_turn()
     lives.again()
     lives.broker.take("t", BATCH, 0.0)

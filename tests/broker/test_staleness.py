@@ -9,6 +9,7 @@ import pytest
 from broker.broker_world import World, batches_of, config
 
 from sao import _core
+from sao.transport import messages as m
 
 
 def test_mask_leaves_old_rollouts_to_the_learner() -> None:
@@ -39,8 +40,8 @@ def test_drop_drops_old_rollouts_by_reason_at_arrival_and_in_the_buffer() -> Non
     ready = world.ledger.counts()["ready"]
     world.answer("g0", waiting, version=1)  # lag 1 is fine now, not after the next version
     assert world.ledger.counts()["ready"] == ready + 1
-    world.broker._publish({"version": 3, "path": "/w/3", "fingerprint": "f3"})
-    assert world.ledger.state(waiting["ordinal"]) == "finished"
+    world.broker._publish(m.WeightsRef(3, "/w/3", "f3"))
+    assert world.ledger.state(waiting.ordinal) == "finished"
     assert world.ledger.tokens()["dropped"]["stale"] == 11
     world.ledger.check()
 
@@ -87,11 +88,11 @@ def test_window_never_exceeds_the_lag_bound(seed: int) -> None:
             if rng.random() < 0.5:
                 versions = [_core.summary(h)["min_version"] for h in world.frames[-1][::2]]
                 worst = max(worst, world.broker.versions.current - min(versions))
-                order += world.batches[-1]["ordinals"]
+                order += world.batches[-1].ordinals
                 world.commit()
         elif not world.broker.leases.takes:
             world.take(batch)
-    assert world.broker.run.done and not world.broker.run.done["failed"]
+    assert world.broker.run.done and not world.broker.run.done.failed
     assert worst <= lag
     assert order == sorted(order)
     assert len(order) == 60 * batch
@@ -106,13 +107,13 @@ def test_slow_tasks_are_trained_as_often_as_they_are_started() -> None:
     for tick in range(5000):
         if world.broker.run.done:
             break
-        running += [(tick + (6 if t["ordinal"] % 2 else 1), t) for t in world.tasks["g0"]]
+        running += [(tick + (6 if t.ordinal % 2 else 1), t) for t in world.tasks["g0"]]
         world.tasks["g0"] = []
         for entry in [r for r in running if r[0] <= tick]:
             running.remove(entry)
             world.answer("g0", entry[1])
         if world.broker.leases.open:
-            trained += world.batches[-1]["ordinals"]
+            trained += world.batches[-1].ordinals
             world.commit()
         elif not world.broker.leases.takes:
             world.take()

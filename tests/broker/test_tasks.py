@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 from broker.broker_world import BATCH, World, config, trajectory
+from msgspec.structs import replace
 
 from sao.broker.tasks import reason_code, task_seed
 from sao.errors import TransportError
 from sao.trajectory import encode
+from sao.transport import messages as m
 
 
 def test_seeds_depend_on_run_split_and_index_only() -> None:
@@ -21,7 +23,7 @@ def test_permits_bound_the_work_in_flight() -> None:
     world = World()  # batch 4, lag 1: (1 + 0 + 1) * 4 = 8 at the start
     world.join("g0", 100)
     assert len(world.tasks["g0"]) == 8
-    assert [t["ordinal"] for t in world.tasks["g0"]] == list(range(8))
+    assert [t.ordinal for t in world.tasks["g0"]] == list(range(8))
     assert world.broker.scheduler.permits() == 0
     world.take()
     world.answer_all("g0")
@@ -48,16 +50,17 @@ def test_two_generators_never_starve(lag: int, batch: int) -> None:
                 world.slots(name, 1)
         assert world.in_flight() <= (lag + 1) * batch
         world.commit()
-    assert world.broker.run.done == {**world.broker.run.done, "failed": False, "step": 20}
+    done = world.broker.run.done
+    assert done and (done.failed, done.step) == (False, 20)
 
 
 def test_free_slots_are_absolute_and_count_what_is_on_the_way() -> None:
     world = World()
     world.join("g0", 3)
     assert len(world.tasks["g0"]) == 3
-    world.broker.slots("g0", 3, 0, world.now)  # stated before the three tasks arrived
+    world.broker.slots("g0", m.Slots(3, 0), world.now)  # stated before the three tasks arrived
     assert len(world.tasks["g0"]) == 3
-    world.broker.slots("g0", 2, 3, world.now)
+    world.broker.slots("g0", m.Slots(2, 3), world.now)
     assert len(world.tasks["g0"]) == 5
 
 
@@ -94,8 +97,9 @@ def test_a_learner_that_wants_no_more_ends_the_run_in_order() -> None:
     world.take()
     world.answer_all("g0")
     world.frames.clear()
-    world.broker.commit(world.batches[-1]["lease"], 1, None, 20, 0, {}, 0.0, "explained enough")
-    assert world.broker.run.done == {**world.broker.run.done, "reason": "explained enough", "failed": False, "step": 1}
+    world.broker.commit(m.Commit(world.batches[-1].lease, 1, 0, 20, 0, {}, done="explained enough"), 0.0)
+    done = world.broker.run.done
+    assert done and (done.reason, done.failed, done.step) == ("explained enough", False, 1)
     world.take()
     assert world.stopped_takes == ["explained enough"]
     world.ledger.check()
@@ -111,7 +115,7 @@ def test_duplicates_and_late_answers_are_refused_with_a_reason() -> None:
     world.broker.generator_left("g0", "silent", 1.0)
     world.join("g1", 1)
     again = world.pop("g1")
-    assert (again["ordinal"], again["attempt"], again["seed"]) == (late["ordinal"], 1, late["seed"])
+    assert (again.ordinal, again.attempt, again.seed) == (late.ordinal, 1, late.seed)
     assert world.answer("g1", late, n_sampled=7) == "late"
     assert world.answer("g1", again) == ""
     tokens = world.ledger.tokens()
@@ -124,9 +128,9 @@ def test_unknown_tasks_are_refused() -> None:
     world = World()
     world.join("g0", 1)
     task = world.pop("g0")
-    assert world.answer("g0", {**task, "ordinal": 99}) == "unknown task"
-    assert world.answer("g0", {**task, "attempt": 5}) == "unknown task"
-    assert world.fail("g0", {**task, "attempt": 5}) == "unknown task"
+    assert world.answer("g0", replace(task, ordinal=99)) == "unknown task"
+    assert world.answer("g0", replace(task, attempt=5)) == "unknown task"
+    assert world.fail("g0", replace(task, attempt=5)) == "unknown task"
     assert world.answer("g0", task) == ""
 
 
@@ -136,9 +140,9 @@ def test_corrupt_bytes_are_refused_and_reported() -> None:
     header, payload = encode(trajectory(0))
     broken = bytes([payload[0] ^ 1]) + payload[1:]
     for pair in ((header, broken), (header, payload[:-1]), (b"\x80\x04K\x01.", payload), (header[:20], payload)):
-        answer = world.broker.trajectory("g0", pair, 0.0)
+        answer = world.deliver("g0", pair)
         assert answer.startswith("corrupt")
-    assert len(world.pushed("event")) == 4
+    assert len(world.pushed(m.Event)) == 4
     assert world.answer("g0", world.pop("g0")) == ""
 
 
@@ -153,8 +157,8 @@ def test_a_rollout_of_unpublished_or_false_weights_is_not_trained() -> None:
     assert world.answer("g0", world.pop("g0"), version=1, fingerprints={1: "f0"}) == "wrong_fingerprint"
     assert world.answer("g0", world.pop("g0"), version=1, fingerprints={0: "any", 1: "f1"}) == ""
     with pytest.raises(TransportError, match="published were f1"):
-        world.broker.loaded("g0", 1, "f0")
-    world.broker.loaded("g0", 1, "f1")
+        world.load("g0", 1, "f0")
+    world.load("g0", 1, "f1")
 
 
 def test_failures_are_counted_apart_and_replaced() -> None:
@@ -172,13 +176,13 @@ def test_failures_are_counted_apart_and_replaced() -> None:
                 assert world.fail("g0", task, "Grader Crashed!", tokens=3) == ""
             else:
                 world.answer("g0", task)
-        assert len(world.batches[-1]["ordinals"]) == BATCH
+        assert len(world.batches[-1].ordinals) == BATCH
         world.commit()
     counts, tokens = world.ledger.counts(), world.ledger.tokens()
     assert counts["trained"] == 32
     assert tokens["trained"] == 32 * 5
     assert tokens["dropped"]["failed_grader_crashed"] == 3 * (n // 4)
-    assert not world.broker.run.done["failed"]
+    assert not world.broker.run.done.failed
 
 
 def test_failures_in_a_row_stop_the_run_and_name_the_environment() -> None:
@@ -192,12 +196,12 @@ def test_failures_in_a_row_stop_the_run_and_name_the_environment() -> None:
     assert world.broker.run.done is None
     world.take()
     world.fail("g0", world.pop("g0"), "step_timeout", 2, "no answer in 60 s")
-    done = world.pushed("done")[0]
-    assert done["failed"]
+    done = world.pushed(m.Done)[0]
+    assert done.failed
     for part in ("3 rollouts in a row", "environment scripted", "step_timeout", "no answer in 60 s"):
-        assert part in done["reason"]
-    assert world.stopped_takes == [done["reason"]]
-    assert world.pushed("stop", "g0") and world.pushed("stop", "learner")
+        assert part in done.reason
+    assert world.stopped_takes == [done.reason]
+    assert world.pushed(m.Stop, "g0") and world.pushed(m.Stop, "learner")
 
 
 def test_a_failed_trajectory_is_never_trained() -> None:

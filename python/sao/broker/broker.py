@@ -4,15 +4,17 @@
 
 Each owner keeps its own state: the task book (where every task is), the scheduler (who works), the ready store (what
 waits to be trained), the lease table (what the learner has), the versions, the evaluation rounds, the run (how far it
-is). What happens to a task passes through here, in the order of its life. Times are seconds of one monotonic clock and
-are passed in; what must be sent goes through the outbox.
+is). What happens to a task passes through here, in the order of its life: each message of a peer is a method. Times are
+seconds of one monotonic clock and are passed in; what must be sent goes through the outbox.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Final
+
+import msgspec
 
 from sao import _core
 from sao.broker import wal
@@ -20,7 +22,7 @@ from sao.broker.evaluation import Evaluation
 from sao.broker.leases import LeaseTable
 from sao.broker.memory import Memory
 from sao.broker.metrics import GapAlarm, StepMeter
-from sao.broker.outbox import Outbox
+from sao.broker.outbox import GENERATORS, LEARNER, SUPERVISOR, Outbox
 from sao.broker.report import Report
 from sao.broker.run import Run
 from sao.broker.scheduler import Scheduler
@@ -29,7 +31,7 @@ from sao.broker.tasks import TaskBook, TrainingTask
 from sao.broker.versions import Versions
 from sao.config import Config
 from sao.errors import LedgerError, TransportError, ValidationError, WireError
-from sao.transport.messages import Buffer
+from sao.transport import messages as m
 
 log = logging.getLogger(__name__)
 INCOMPLETE: Final = "group_incomplete"
@@ -39,7 +41,6 @@ STALLS_SHOWN: Final = 8  # of everything that the run waits for, in an event
 class Broker:
     """The state machine of a run. Raises `sao` errors for wrong requests; a `LedgerError` means that the state itself
     is wrong. `resumed`: the step from which a run is resumed; nothing is handed out before the learner continues there.
-    Answers to generators are a reason of refusal, empty for what is accepted.
     """
 
     def __init__(
@@ -69,26 +70,39 @@ class Broker:
 
     # -- issued, generating
 
-    def generator_holds(self, name: str, held: Sequence[tuple[int, int]], now: float) -> None:
-        """A generator that has joined works on these training tasks (ordinal, attempt): it keeps those that are its
-        own, the others it is told to leave.
+    def generator_joined(self, name: str, hello: m.Hello, now: float) -> None:
+        """A generator has been welcomed. Of the training tasks that it works on it keeps those that are its own, the
+        others it is told to leave; it gets more when it states free slots.
         """
         if name in self.scheduler.generators:
-            self.scheduler.claim(name, held)
+            self.scheduler.claim(name, hello.tasks)
             self.progress(now)
 
-    def slots(self, name: str, free: int, received: int | None, now: float) -> None:
-        """A generator states its free slots, as of `received` tasks received."""
-        self.scheduler.slots(name, free, received)
+    def slots(self, name: str, message: m.Slots, now: float) -> None:
+        """A generator states its free slots."""
+        self.scheduler.slots(name, message.free, message.received)
         self.scheduler.dispatch(now)
 
-    def loaded(self, name: str, version: int, fingerprint: str) -> None:
+    def stats(self, name: str, message: m.Stats, now: float) -> None:
+        """A generator says how busy it is; the last report counts."""
+        self.scheduler.generators[name].report = message
+
+    def loaded(self, name: str, message: m.Loaded, now: float) -> None:
         """A generator says which weights it serves. Raises `TransportError` when they are not those of that version."""
         try:
-            self.scheduler.loaded(name, version, fingerprint)
+            self.scheduler.loaded(name, message.version, message.fingerprint)
         except TransportError as error:
             self.outbox.event("error", f"generator {name}: {error}")
             raise
+
+    def turn(self, name: str, message: m.KeptTurn, now: float) -> None:
+        """A turn of a rollout in flight, so that another generator can go on after it."""
+        of = message.ordinal, message.attempt, message.part
+        self.book.turn(*of, message.tokens, message.version, *message.frames)
+
+    def diverged(self, name: str, message: m.Diverged, now: float) -> None:
+        """A rollout could not go on after its turns and was begun anew."""
+        self.book.diverged(message.ordinal, message.attempt)
 
     def generator_left(self, name: str, reason: str, now: float) -> None:
         """A generator is gone: its tasks are started again elsewhere, late answers are fenced by the attempt."""
@@ -104,23 +118,23 @@ class Broker:
 
     # -- ready
 
-    def trajectory(self, name: str, frames: Sequence[Buffer], now: float) -> str:
-        """Takes a finished trajectory (header, payload, sidecars)."""
-        limit = self.config.transport.max_message_bytes
+    def trajectory(self, name: str, message: m.FinishedRollout, now: float) -> m.Ack:
+        """Takes a finished trajectory, or refuses it with a reason."""
+        frames, limit = message.frames, self.config.transport.max_message_bytes
         try:
             metadata = _core.summary(frames[0], frames[1], max_bytes=limit, sidecars=frames[2:])
         except (WireError, ValidationError) as error:
             self.outbox.event("error", f"generator {name}: corrupt trajectory refused: {error}")
-            return f"corrupt: {error}"
+            return m.Ack(False, f"corrupt: {error}")
         tokens = metadata["n_actions"]
         task = self.book.current(metadata["task_ordinal"], metadata["attempt"], tokens)
         if isinstance(task, str):
-            return task
+            return m.Ack(False, task)
         if reason := self._fault(name, metadata, frames):
             self._drop(task, reason, tokens)
             self._failed(name, reason, f"task {task.ordinal}", now)
             self.progress(now)
-            return reason
+            return m.Ack(False, reason)
         self.book.ready(task, metadata, frames, now)
         self.run.failures_in_a_row = 0
         oldest = self.versions.oldest_kept
@@ -129,38 +143,40 @@ class Broker:
         else:
             self.store.put(task.ordinal, frames, task.min_version)
         self.progress(now)
-        return ""
+        return m.Ack()
 
-    def failure(self, name: str, ordinal: int, attempt: int, reason: str, detail: str, tokens: int, now: float) -> str:
-        """A rollout failed after `tokens` sampled ones: it is dropped under its reason, never trained, and a new task
-        takes its place; a member of a group is played again.
+    def failure(self, name: str, message: m.FailedRollout, now: float) -> m.Ack:
+        """A rollout failed: it is dropped under its reason, never trained, and a new task takes its place; a member of
+        a group is played again.
         """
-        task = self.book.current(ordinal, attempt, tokens)
+        task = self.book.current(message.ordinal, message.attempt, message.sampled_tokens)
         if isinstance(task, str):
-            return task
-        reason = self.book.reason(reason)
+            return m.Ack(False, task)
+        reason = self.book.reason(message.reason)
         if self.book.group_size > 1:
-            self._again(task, f"failed_{reason}", tokens)
+            self._again(task, f"failed_{reason}", message.sampled_tokens)
         else:
-            self._drop(task, f"failed_{reason}", tokens)
-        self._failed(name, reason, detail, now)
+            self._drop(task, f"failed_{reason}", message.sampled_tokens)
+        self._failed(name, reason, message.detail, now)
         self.progress(now)
-        return ""
+        return m.Ack()
 
     # -- leased
 
-    def learner_joined(self, step: int | None, weights: dict[str, Any] | None = None, session: str = "") -> None:
-        """The learner is here. `step` and `weights`: where it continues, and its weights if they are newer. With the
-        session of the learner before, it holds what it was given; any other has lost it.
+    def learner_joined(self, hello: m.Hello) -> None:
+        """The learner is here. With the session of the one before it holds what it was given; any other has lost it,
+        and says after which step it continues, with its weights if they are newer. Raises `TransportError`.
         """
+        session, weights = hello.session, hello.weights
         self.leases.back_by = None
         if session and session == self.leases.session:
             return
-        if step is not None and step != self.run.step:  # the steps between would be in the books and in no weights
+        step = self.run.step if hello.step is None else hello.step
+        if step != self.run.step:  # what was trained in the steps between would be in the books and in no weights
             raise TransportError(f"the learner continues after step {step}, the run after step {self.run.step}")
         self._give_back(self.leases.open)
         self.leases.session = session
-        if weights and not self.versions.repeated(weights):
+        if weights is not None and not self.versions.repeated(weights):
             self.versions.check(weights)
             self._publish(weights)
         if self.run.awaiting:
@@ -197,45 +213,36 @@ class Broker:
 
     # -- trained
 
-    def commit(
-        self,
-        lease: int,
-        step: int,
-        weights: dict[str, Any] | None,
-        trained_tokens: int,
-        masked_tokens: int,
-        metrics: Mapping[str, Any],
-        now: float,
-        last: str = "",
-    ) -> None:
+    def commit(self, message: m.Commit, now: float) -> m.Position:
         """A learner step is done: its lease is trained, the version advances when there are weights, the step is shown.
-        `last`: why the learner wants no further step. A repeated commit changes nothing.
+        A repeated commit changes nothing.
 
         Raises `TransportError` for a lease that is not open, `ValidationError` for a step or version that does not
         advance, `LedgerError` when the tokens do not add up.
         """
+        lease, step, weights = message.lease, message.step, message.weights
         if self.leases.committed(lease, step):
-            return
+            return self.position()
         if step <= self.run.step:
             raise ValidationError(f"commit.step: {step} must be above the last step {self.run.step}")
-        if weights is not None:
-            self.versions.check(weights)
-        for task in self.leases.trained(lease, step, trained_tokens, masked_tokens):
+        self.versions.check(weights)
+        for task in self.leases.trained(lease, step, message.trained_tokens, message.masked_tokens):
             self.meter.ended(task.n_tokens, True)
         self.run.step = step
         if weights is not None:
             self._publish(weights)
         self.book.settle()
-        self.run.shown = {"step": step, "metrics": {**metrics, **self.report.step_metrics(now)}}
-        self.outbox.step(self.run.shown)
-        if alarm := self._gap_alarm.check(metrics):
+        self.run.shown = m.StepReport(step, {**message.metrics, **self.report.step_metrics(now)})
+        self.outbox.push(SUPERVISOR, self.run.shown)
+        if alarm := self._gap_alarm.check(message.metrics):
             self.outbox.event("warning", f"step {step}: {alarm}")
-        last = "all steps done" if step >= self.config.run.steps else last
+        last = "all steps done" if step >= self.config.run.steps else message.done
         if last or not self.run.ending:
             self.evaluation.due(step, self.versions.current, now, always=bool(last))
         if last:
             self._end(last)
         self.progress(now)
+        return self.position()
 
     # -- started again, dropped
 
@@ -254,7 +261,7 @@ class Broker:
         age = f"{now - task.started:.1f} s old, the limit is {self.config.transport.rollout_timeout_s:g} s"
         what = f"task {task.ordinal} attempt {task.attempt} on {task.generator}"
         self.outbox.event("warning", f"stall: {what} is {age}; {'given up' if task.timed_out else 'started again'}")
-        self.outbox.cancel(task.generator, task.ordinal, task.attempt)
+        self.scheduler.cancel(task.generator, task.ordinal, task.attempt)
         if task.timed_out:
             self._drop(task, "deadline")
         else:
@@ -277,7 +284,7 @@ class Broker:
         self.book.drop(task, reason, tokens)
         for member in self.book.group(task.ordinal):
             if member.state == "running":
-                self.outbox.cancel(member.generator, member.ordinal, member.attempt)
+                self.scheduler.cancel(member.generator, member.ordinal, member.attempt)
             elif member.state == "ready":
                 self.store.discard(member.ordinal)
             self.book.drop(member, INCOMPLETE)
@@ -291,7 +298,7 @@ class Broker:
         for ordinal in self.store.keep_from(self.versions.current, self.versions.oldest_kept):
             self._drop_stale(self.book.live[ordinal])
 
-    def _fault(self, name: str, metadata: dict[str, Any], frames: Sequence[Buffer]) -> str:
+    def _fault(self, name: str, metadata: dict[str, Any], frames: Sequence[m.Buffer]) -> str:
         """Why a well-formed trajectory cannot be trained on, as a reason code; empty when it can."""
         if metadata["termination"] == "failed" or metadata["reward"] is None:  # the rollout itself says so
             return f"failed_{self.book.reason(metadata['reason'])}"
@@ -315,36 +322,28 @@ class Broker:
         if numbers:
             self._drop_too_old()
 
-    def _publish(self, weights: dict[str, Any]) -> None:
+    def _publish(self, weights: m.WeightsRef) -> None:
         """A new version: the clock advances, all generators get it, rollouts that are too old now are dropped."""
-        self.outbox.version(self.versions.publish(weights))
+        self.versions.publish(weights)
+        self.outbox.push(GENERATORS, m.NewWeights(weights))
         self._drop_too_old()
 
     # -- evaluation
 
-    def eval_result(
-        self,
-        name: str,
-        ordinal: int,
-        reward: float | None,
-        success: bool | None,
-        reason: str,
-        detail: str,
-        version: int,
-        now: float,
-    ) -> str:
-        """Takes the result of a held-out episode; `reward` None: it failed. `success`: its own verdict, if any."""
+    def eval_result(self, name: str, message: m.EvalResult, now: float) -> m.Ack:
+        """Takes the result of a held-out episode, or refuses it with a reason."""
+        reward, reason = message.reward, message.reason or "no_reward"
         if reward is not None and not -1e30 < reward < 1e30:
             reward, reason = None, "invalid_reward"
-        reason = self.book.reason(reason or "no_reward")
-        if not self.evaluation.result(ordinal, reward, success, reason, version):
-            return "late"
+        reason = self.book.reason(reason)
+        if not self.evaluation.result(message.ordinal, reward, message.success, reason, message.version):
+            return m.Ack(False, "late")
         if reward is None:
-            self._failed(name, reason, detail or "held-out episode", now)
+            self._failed(name, reason, message.detail or "held-out episode", now)
         else:
             self.run.failures_in_a_row = 0
         self.progress(now)
-        return ""
+        return m.Ack()
 
     # -- what has become possible, and the end
 
@@ -359,7 +358,7 @@ class Broker:
             self._drop_too_old()  # versions may have advanced while these waited
         self.leases.serve(now)
         while (result := self.evaluation.finish(now)) is not None:
-            self.outbox.evaluation(result)
+            self.outbox.push(SUPERVISOR, result)
             if self.run.step > 0 and (reached := self.evaluation.target_reached(result)):
                 self._end(reached)
         if self.run.ending and not self.evaluation.busy and not self.leases.open:
@@ -384,12 +383,18 @@ class Broker:
             for task in list(self.book.live.values()):
                 self.book.drop(task, "run_ended")
             self.store.clear()
-        run.done = {"reason": reason, "failed": not ok, "step": run.step, "tokens": self.book.ledger.tokens()}
         try:
             self.book.settle()
         except LedgerError as error:
-            run.done |= {"reason": f"{reason}; {error}", "failed": True}
-        self.outbox.done(run.done)
+            reason, ok = f"{reason}; {error}", False
+        self.close(m.Done(reason, not ok, run.step, self.book.ledger.tokens()))
+
+    def close(self, done: m.Done) -> None:
+        """The run is over: everyone gets to know."""
+        self.run.done = done
+        self.outbox.push(SUPERVISOR, done)
+        for address in (LEARNER, GENERATORS):
+            self.outbox.push(address, m.Stop(done.reason))
 
     def _end(self, reason: str) -> None:
         """No more training tasks and batches; the run is over when the held-out rounds are."""
@@ -398,13 +403,21 @@ class Broker:
 
     # -- an earlier broker, an earlier step
 
+    def position(self) -> m.Position:
+        """Where the run is."""
+        return m.Position(self.run.step, self.versions.current)
+
+    def welcome(self) -> m.Welcome:
+        """What a joining peer must know."""
+        return m.Welcome(self.versions.current, self.versions.weights, self.run.step)
+
     def note(self) -> dict[str, Any]:
-        """What a later broker needs to know beside ledger and log."""
-        owners = self.run, self.versions, self.scheduler, self.leases, self.evaluation
+        """What a later broker needs to know beside ledger and log, as plain values."""
         note: dict[str, Any] = {"ledger_step": self.book.ledger.last_step or 0}
-        for owner in owners:
+        for owner in (self.run, self.versions, self.scheduler, self.leases, self.evaluation):
             note |= owner.note()
-        return note
+        plain: dict[str, Any] = msgspec.to_builtins(note)
+        return plain
 
     def _restore(self, now: float) -> None:
         """Goes on where an earlier broker was; what is damaged is an event, and its tasks are started again."""
@@ -441,7 +454,7 @@ class Broker:
         self.scheduler.restore(note, now)
         self.leases.restore(note, now)
         if self.run.shown:  # the broker before this one may have been killed before it could
-            self.outbox.step(self.run.shown)
+            self.outbox.push(SUPERVISOR, self.run.shown)
         if self.run.done is None:
             self.evaluation.restore(note, now)
 

@@ -6,8 +6,9 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from sao.broker.tasks import Assignment, task_seed
+from sao.broker.tasks import task_seed
 from sao.config import Config
+from sao.transport.messages import Assignment, EvalReport
 
 MAX_ATTEMPTS: Final = 3
 
@@ -107,7 +108,7 @@ class Evaluation:
                 self.current.open[ordinal] = ""
                 self.current.todo.append(ordinal)
 
-    def finish(self, now: float) -> dict[str, Any] | None:
+    def finish(self, now: float) -> EvalReport | None:
         """The result of the round when it is complete or its deadline has passed; the waiting round then starts."""
         current = self.current
         if current is None:
@@ -118,29 +119,28 @@ class Evaluation:
         if current.open:
             return None
         n = len(current.rewards)
-        result = {
-            "step": current.step,
-            "version": current.version,
-            "versions_used": [min(current.versions), max(current.versions)] if current.versions else [],
-            "success": current.successes / n if n else None,
-            "mean_reward": sum(current.rewards) / n if n else None,
-            "n": n,
-            "failed": current.failed.total(),
-            "failed_by_reason": dict(current.failed),
-            "seconds": now - current.started,
-        }
+        report = EvalReport(
+            version=current.version,
+            n=n,
+            failed=current.failed.total(),
+            success=current.successes / n if n else None,
+            mean_reward=sum(current.rewards) / n if n else None,
+            step=current.step,
+            versions_used=(min(current.versions), max(current.versions)) if current.versions else (),
+            failed_by_reason=dict(current.failed),
+            seconds=now - current.started,
+        )
         self.current = None
         if self._waiting is not None:
             (step, version), self._waiting = self._waiting, None
             self._begin(step, version, now)
-        return result
+        return report
 
-    def target_reached(self, result: dict[str, Any]) -> str:
+    def target_reached(self, report: EvalReport) -> str:
         """Why a round's result ends the run; empty when it does not."""
-        success = result["success"]
-        if self._target is None or success is None or success < self._target:
+        if self._target is None or report.success is None or report.success < self._target:
             return ""
-        return f"held-out success {success:.4f} reached run.target_success = {self._target:g}"
+        return f"held-out success {report.success:.4f} reached run.target_success = {self._target:g}"
 
     def abandon(self) -> None:
         """Ends all rounds without a result."""

@@ -15,6 +15,7 @@ from sao.broker.tasks import TaskBook, TrainingTask
 from sao.broker.versions import Versions
 from sao.config import Config
 from sao.errors import TransportError, ValidationError
+from sao.transport.messages import Batch, Stop
 
 STARVING_S: Final = 60.0
 
@@ -78,7 +79,7 @@ class LeaseTable:
             what = f"{n} is not in [1, learner.batch_trajectories = {limit}]"
             raise ValidationError(f"take.n: {what}, or no multiple of algorithm.group_size = {self._book.group_size}")
         if self._run.over:
-            self._outbox.no_batch(key, self._run.over)
+            self._outbox.answer(key, Stop(self._run.over))
         else:
             self.takes.append(Take(key, n, now, now))
 
@@ -97,7 +98,7 @@ class LeaseTable:
     def refuse(self, reason: str) -> None:
         """Answers all waiting takes: the run ends."""
         while self.takes:
-            self._outbox.no_batch(self.takes.popleft().key, reason)
+            self._outbox.answer(self.takes.popleft().key, Stop(reason))
 
     def give_up(self, key: Hashable) -> list[int]:
         """The learner no longer waits for this `take`; returns the numbers of the leases that have answered it."""
@@ -177,13 +178,14 @@ class LeaseTable:
         for task in tasks:
             self._meter.taken(self._versions.current - task.min_version, now - task.finished)
         self._meter.wait_s += now - take.since
-        body = {
-            "lease": number,
-            "version": self._versions.current,
-            "step": self._run.step,
-            "ordinals": lease.ordinals,
-            "attempts": [task.attempt for task in tasks],
-            "ages_s": [now - task.finished for task in tasks],
-        }
-        views = [memoryview(part) for _, copy in held for part in (copy.header, copy.payload, *copy.sidecars)]
-        self._outbox.batch(take.key, body, tuple(views))
+        views = (memoryview(part) for _, copy in held for part in (copy.header, copy.payload, *copy.sidecars))
+        batch = Batch(
+            lease=number,
+            version=self._versions.current,
+            ordinals=tuple(lease.ordinals),
+            attempts=tuple(task.attempt for task in tasks),
+            step=self._run.step,
+            ages_s=tuple(now - task.finished for task in tasks),
+            frames=tuple(views),
+        )
+        self._outbox.answer(take.key, batch)

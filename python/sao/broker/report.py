@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from sao.broker.evaluation import Evaluation
 from sao.broker.leases import LeaseTable
 from sao.broker.metrics import StepMeter
@@ -80,7 +82,7 @@ class Report:
             "ledger": book.ledger.counts(),
             "tokens": book.ledger.tokens(),
             "buffer": self.store.stats(),
-            "done": self.run.done,
+            "done": msgspec.to_builtins(self.run.done),
         }
 
     def waits(self, now: float) -> list[str]:
@@ -127,13 +129,13 @@ class Report:
 
     def _generator_metrics(self) -> dict[str, float]:
         """The last reports of the joined generators: busy share of each and their mean, tokens per second in all."""
-        reports = {name: generator.report for name, generator in self.scheduler.generators.items()}
-        metrics: dict[str, float] = {"broker/generators": len(reports)}
-        shares = {name: float(report["busy_share"]) for name, report in reports.items() if "busy_share" in report}
-        if shares:
-            metrics |= {f"broker/busy_share/{name}": share for name, share in shares.items()}
-            metrics["broker/busy_share"] = sum(shares.values()) / len(shares)
-            metrics["broker/kv_use"] = max(float(report.get("kv_use", 0.0)) for report in reports.values())
-            metrics["broker/episode_limit"] = sum(int(report.get("episode_limit", 0)) for report in reports.values())
-            metrics["broker/engine_tokens_per_s"] = sum(float(r.get("tokens_per_s", 0.0)) for r in reports.values())
+        generators = self.scheduler.generators
+        metrics: dict[str, float] = {"broker/generators": len(generators)}
+        reports = {name: generator.report for name, generator in generators.items() if generator.report is not None}
+        if reports:
+            metrics |= {f"broker/busy_share/{name}": report.busy_share for name, report in reports.items()}
+            metrics["broker/busy_share"] = sum(report.busy_share for report in reports.values()) / len(reports)
+            metrics["broker/kv_use"] = max(report.kv_use for report in reports.values())
+            metrics["broker/episode_limit"] = sum(report.episode_limit for report in reports.values())
+            metrics["broker/engine_tokens_per_s"] = sum(report.tokens_per_s for report in reports.values())
         return metrics

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from sao.config import Config
+from sao.transport.messages import Done, StepReport
 
 
 class Run:
@@ -18,15 +21,15 @@ class Run:
         self.awaiting = resumed is not None
         self.ending = ""
         """Why no more training tasks and batches are given; the run is over when the held-out rounds are."""
-        self.done: dict[str, Any] | None = None
-        self.shown: dict[str, Any] = {}
+        self.done: Done | None = None
+        self.shown: StepReport | None = None
         """The last step with its metrics, as the supervisor gets it."""
         self.failures_in_a_row = 0
 
     @property
     def over(self) -> str:
         """Why the learner gets no more batches; empty while it does."""
-        return self.done["reason"] if self.done else self.ending
+        return self.done.reason if self.done else self.ending
 
     def end(self, reason: str) -> None:
         """The end begins; the first reason counts."""
@@ -47,4 +50,6 @@ class Run:
     def restore(self, note: dict[str, Any]) -> None:
         """Goes on where an earlier broker was."""
         self.step, self.awaiting = note["step"], note["awaiting"]
-        self.ending, self.done, self.shown = note["ending"], note["done"], note["shown"]
+        self.ending = note["ending"]
+        self.done = msgspec.convert(note["done"], Done | None)
+        self.shown = msgspec.convert(note["shown"], StepReport | None)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 from sao import _core
 from sao.broker.evaluation import Evaluation
-from sao.broker.outbox import Outbox
+from sao.broker.outbox import Address, Outbox
 from sao.broker.run import Run
 from sao.broker.store import ReadyStore
-from sao.broker.tasks import Assignment, TaskBook, TrainingTask, task_seed
+from sao.broker.tasks import TaskBook, TrainingTask, task_seed
 from sao.broker.versions import Versions
 from sao.config import Config
+from sao.transport.messages import Assignment, Buffer, CancelTask, Stats, Tasks
+
+FRAMES: Final = 1 << 14  # of a message, from which on further tasks are another; peers read four times as many
 
 
 @dataclass(slots=True)
@@ -24,7 +27,7 @@ class Generator:
     free: int = 0
     sent: int = 0
     loaded: int = 0
-    report: dict[str, Any] = field(default_factory=dict)
+    report: Stats | None = None
 
 
 class Scheduler:
@@ -83,7 +86,11 @@ class Scheduler:
         self.missing.discard(name)
         for ordinal, attempt in held:
             if not self._book.claim(ordinal, attempt, name):
-                self._outbox.cancel(name, ordinal, attempt)
+                self.cancel(name, ordinal, attempt)
+
+    def cancel(self, generator: str, ordinal: int, attempt: int) -> None:
+        """Has a generator leave an attempt."""
+        self._outbox.push(Address("generator", generator), CancelTask(ordinal, attempt))
 
     def orphans(self, now: float) -> list[TrainingTask]:
         """Running tasks of an earlier broker that no generator has claimed, once all have been heard of or their time
@@ -123,18 +130,21 @@ class Scheduler:
             return
         if self.generators:
             self._evaluation.start(self._run.step, self._versions.current, now)
-        out: dict[str, list[Assignment]] = {}
+        out: dict[str, tuple[list[Assignment], list[Buffer]]] = {}
         permits = self.permits()
         for name in self._free_slots():
-            assignment = self._evaluation.next_task(name)
-            if assignment is None:
-                if not permits:
-                    break
+            tasks, frames = out.setdefault(name, ([], []))
+            if (episode := self._evaluation.next_task(name)) is not None:
+                tasks.append(episode)
+            elif permits > 0:
                 permits -= 1
-                assignment = self._start(name, now)
-            out.setdefault(name, []).append(assignment)
-        for name, assignments in out.items():
-            self._outbox.tasks(name, assignments)
+                tasks.append(self._start(name, frames, now))
+            else:
+                break
+            if len(frames) >= FRAMES:
+                self._send(name, *out.pop(name))
+        for name, waiting in out.items():
+            self._send(name, *waiting)
 
     def note(self) -> dict[str, Any]:
         """What `restore` needs."""
@@ -147,10 +157,16 @@ class Scheduler:
         for task in self._book.running.values():
             task.started = now
 
-    def _start(self, generator: str, now: float) -> Assignment:
+    def _start(self, generator: str, frames: list[Buffer], now: float) -> Assignment:
         task = self._book.start(generator, now)
         seed = task_seed(self._config.run.seed, "train", self._config.prompt_of(task.ordinal))
-        return Assignment(task.ordinal, task.attempt, seed, "train", self._book.turns(task.ordinal))
+        turns = self._book.turns(task.ordinal)
+        frames += [part for turn in turns for part in turn]
+        return Assignment(task.ordinal, task.attempt, seed, "train", len(turns))
+
+    def _send(self, generator: str, tasks: list[Assignment], frames: list[Buffer]) -> None:
+        if tasks:
+            self._outbox.push(Address("generator", generator), Tasks(tuple(tasks), frames=tuple(frames)))
 
     def _free_slots(self) -> Iterator[str]:
         """The generator for the next task, again and again while slots are free: the one with the most, so that none

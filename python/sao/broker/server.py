@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from sao import _core
 from sao.broker.broker import Broker
@@ -17,19 +17,19 @@ from sao.broker.outbox import SUPERVISOR, Address, Outbox
 from sao.config import Config
 from sao.errors import ClosedError, LedgerError, TransportError, WireError
 from sao.storage.failpoints import failpoint
+from sao.transport import messages as m
 from sao.transport.actor import LATER, Actor
 from sao.transport.keys import server_keys
-from sao.transport.mailbox import GOODBYE, Peer, Reply, Request
-from sao.transport.messages import Buffer, CancelCall
+from sao.transport.mailbox import GOODBYE, Peer, Request
 
 log = logging.getLogger(__name__)
 ROLES: Final = ("generator", "learner", "supervisor", "visitor")  # a visitor reads how the run is set up and stands
 WORKERS: Final = ("generator", "learner")
 EARLY_MESSAGES: Final = 1000  # kept for a supervisor that has not joined yet
 TICK_S: Final = 1.0
-MAX_TOKENS: Final = 1 << 40  # that one rollout may claim to have sampled; no number of a turn is larger
 AWAY: Final = ("silent", "unreachable")  # how reasons begin with which a peer may be back
 LEARNER_GRACE_S: Final = 60.0  # for a learner that has left to come back
+M = TypeVar("M", bound=m.Message)
 
 
 class Server:
@@ -51,8 +51,8 @@ class Server:
         line: int | None = None,
     ) -> None:
         self._config, self._line = config, line or 0
-        self._early: deque[tuple[str, dict[str, Any]]] = deque(maxlen=EARLY_MESSAGES)
-        self._takes: dict[Hashable, Request] = {}
+        self._early: deque[m.Message] = deque(maxlen=EARLY_MESSAGES)
+        self._takes: dict[Hashable, Request[m.Take]] = {}
         self._endings = 0
         self._closing_since: float | None = None
         transport = config.transport
@@ -104,7 +104,7 @@ class Server:
             try:
                 if self.memory is not None:
                     done = self.broker.run.done
-                    self.memory.close(remove=done is not None and not done["failed"])
+                    self.memory.close(remove=done is not None and not done.failed)
             finally:
                 self.ledger.close()
                 log.info("closed")
@@ -120,120 +120,73 @@ class Server:
     # -- messages in
 
     def _register(self) -> None:
-        on, actor = self._on, self.actor
-        on("slots", "generator", self._slots)
-        on("stats", "generator", self._stats)
-        on("loaded", "generator", self._loaded)
-        on("turn", "generator", self._turn)
-        on("diverged", "generator", self._diverged)
-        on("trajectory", "generator", self._trajectory)
-        on("failure", "generator", self._failure)
-        on("eval_result", "generator", self._eval_result)
-        on("take", "learner", self._take)
-        on("commit", "learner", self._commit)
-        on("event", "learner", lambda r, _: self.broker.outbox.event(r.body["level"], r.body["text"]))
-        on("left", "supervisor", self._left)
-        on("stop", "supervisor", lambda r, now: self.broker.finish(r.body["reason"], now, ok=False))
-        actor.on("snapshot", lambda r: Reply("snapshot", self.snapshot()))
-        actor.on("config", lambda r: Reply("config", {"config": self._config.model_dump(mode="json")}))
-        actor.on("error", self._worker_error, *WORKERS)
-        actor.on(CancelCall, self._cancel)
-        actor.every(TICK_S, self._tick)
+        on, broker = self._on, self.broker
+        on(m.Slots, "generator", broker.slots)
+        on(m.Stats, "generator", broker.stats)
+        on(m.Loaded, "generator", broker.loaded)
+        on(m.KeptTurn, "generator", broker.turn)
+        on(m.Diverged, "generator", broker.diverged)
+        on(m.FinishedRollout, "generator", broker.trajectory)
+        on(m.FailedRollout, "generator", broker.failure)
+        on(m.EvalResult, "generator", broker.eval_result)
+        on(m.Commit, "learner", lambda _, message, now: self._commit(message, now))
+        on(m.Event, "learner", lambda _, message, now: broker.outbox.event(message.level, message.text))
+        on(m.Left, "supervisor", lambda _, message, now: self._left(message, now))
+        on(m.Stop, "supervisor", lambda _, message, now: broker.finish(message.reason, now, ok=False))
+        self.actor.on(m.Take, self._take, "learner")
+        self.actor.on(m.CancelCall, self._cancel)
+        self.actor.on(m.WorkerError, self._worker_error, "generator", "learner")
+        self.actor.on(m.GetSnapshot, lambda _: m.Snapshot(self.snapshot()))
+        self.actor.on(m.GetConfig, lambda _: m.RunConfig(self._config.model_dump(mode="json")))
+        self.actor.every(TICK_S, self._tick)
 
-    def _on(self, kind: str, role: str, handler: Callable[[Request, float], Reply | None]) -> None:
-        def handle(request: Request) -> Reply | None:
+    def _on(self, kind: type[M], role: str, handler: Callable[[str, M, float], m.Message | None]) -> None:
+        def handle(request: Request[M]) -> m.Message | None:
             now = time.monotonic()
             try:
-                return handler(request, now)
+                return handler(request.peer.name, request.message, now)
             except LedgerError as error:  # never train on books that do not close
-                self.broker.finish(f"{kind} of {request.peer.name}: {error}", now, ok=False)
+                self.broker.finish(f"{request.message.kind} of {request.peer.name}: {error}", now, ok=False)
                 raise
 
         self.actor.on(kind, handle, role)
 
-    def _slots(self, request: Request, now: float) -> None:
-        self.broker.slots(request.peer.name, request.body["free"], request.body.get("received"), now)
-
-    def _stats(self, request: Request, now: float) -> None:
-        self.broker.scheduler.generators[request.peer.name].report = request.body
-
-    def _loaded(self, request: Request, now: float) -> None:
-        self.broker.loaded(request.peer.name, request.body["version"], request.body["fingerprint"])
-
-    def _turn(self, request: Request, now: float) -> None:
-        body, frames = request.body, request.message.frames
-        numbers = body["part"], body["tokens"], body["version"]
-        if len(frames) != 2 or not all(0 <= number < MAX_TOKENS for number in numbers):
-            raise WireError(f"turn: expected 2 frames and numbers in [0, {MAX_TOKENS}), got {len(frames)} and {body}")
-        self.broker.book.turn(body["ordinal"], body["attempt"], *numbers, *frames)
-
-    def _diverged(self, request: Request, now: float) -> None:
-        self.broker.book.diverged(request.body["ordinal"], request.body["attempt"])
-
-    def _trajectory(self, request: Request, now: float) -> Reply:
-        frames = request.message.frames
-        if len(frames) < 2:
-            raise WireError(f"trajectory: expected header, payload and its sidecars, got {len(frames)} frames")
-        return _verdict(self.broker.trajectory(request.peer.name, frames, now))
-
-    def _failure(self, request: Request, now: float) -> Reply:
-        body, tokens = request.body, request.body["sampled_tokens"]
-        if not 0 <= tokens < MAX_TOKENS:
-            raise WireError(f"failure.sampled_tokens: {tokens} is not in [0, {MAX_TOKENS})")
-        task, reason, detail = (body["ordinal"], body["attempt"]), body["reason"], body.get("detail", "")
-        return _verdict(self.broker.failure(request.peer.name, *task, reason, detail, tokens, now))
-
-    def _eval_result(self, request: Request, now: float) -> Reply:
-        body = request.body
-        reward, success, version = body["reward"], body.get("success"), body["version"]
-        reason, detail = body.get("reason") or "", body.get("detail", "")
-        name, ordinal = request.peer.name, body["ordinal"]
-        return _verdict(self.broker.eval_result(name, ordinal, reward, success, reason, detail, version, now))
-
-    def _take(self, request: Request, now: float) -> Any:
+    def _take(self, request: Request[m.Take]) -> m.Message:
         failpoint("broker.take")
         self._takes[request.key] = request
         try:
-            self.broker.take(request.key, request.body["n"], now)
+            self.broker.take(request.key, request.message.n, time.monotonic())
         except Exception:
             self._takes.pop(request.key, None)
             raise
         return LATER
 
-    def _cancel(self, request: Request[CancelCall]) -> None:
+    def _cancel(self, request: Request[m.CancelCall]) -> None:
         key = (request.peer.identity, request.message.call)
         self._takes.pop(key, None)
         if request.peer.role == "learner":
             self.broker.give_up(key, time.monotonic())
 
-    def _commit(self, request: Request, now: float) -> Reply:
+    def _commit(self, message: m.Commit, now: float) -> m.Position:
         failpoint("broker.commit")
-        body = request.body
-        tokens = body["trained_tokens"], body["masked_tokens"]
-        last = body.get("done", "")
-        self.broker.commit(body["lease"], body["step"], body["weights"], *tokens, body["metrics"], now, last)
-        return Reply(body=self._standing())
+        return self.broker.commit(message, now)
 
-    def _left(self, request: Request, now: float) -> Reply:
+    def _left(self, message: m.Left, now: float) -> m.Position:
         """The supervisor saw a process end: nobody waits for what it would have sent."""
-        body = request.body
-        who = (body["role"], body["name"])
+        who = (message.role, message.name)
         for peer in [p for p in self._mailbox.peers.values() if (p.role, p.name) == who]:
-            if peer.incarnation <= body["incarnation"]:
-                self._mailbox.drop(peer, body["reason"])
-        if body["role"] == "generator" and body["name"] not in self.broker.scheduler.generators:
-            self.broker.generator_left(body["name"], body["reason"], now)
-        return Reply(body=self._standing())
+            if peer.incarnation <= message.incarnation:
+                self._mailbox.drop(peer, message.reason)
+        if message.role == "generator" and message.name not in self.broker.scheduler.generators:
+            self.broker.generator_left(message.name, message.reason, now)
+        return self.broker.position()
 
-    def _worker_error(self, request: Request) -> None:
-        peer, text = request.peer, request.body["text"]
+    def _worker_error(self, request: Request[m.WorkerError]) -> None:
+        peer, text = request.peer, request.message.text
         if peer.role == "learner":
             self.broker.finish(f"learner: {text}", time.monotonic(), ok=False)
         else:
             self.broker.outbox.event("error", f"{peer.role} {peer.name}: {text}")
-
-    def _standing(self) -> dict[str, Any]:
-        return {"step": self.broker.run.step, "version": self.broker.versions.current}
 
     def snapshot(self) -> dict[str, Any]:
         """The broker's snapshot, what it waits for, and the sizes of the transport's own maps."""
@@ -269,59 +222,56 @@ class Server:
         if self.memory is not None:
             self.memory.commit({**self.broker.note(), "line": self._line})
 
-    def _push(self, to: Address, kind: str, body: dict[str, Any], frames: tuple[Buffer, ...] = ()) -> None:
+    def _push(self, to: Address, message: m.Message) -> None:
         """Sends to the peers of an address; what happens before the supervisor joins is kept for it."""
         peers = [peer for peer in self._of(to.role) if to.name in (None, peer.name)]
         if to == SUPERVISOR and not peers:
-            self._early.append((kind, body))
+            self._early.append(message)
         for peer in peers:
-            self._push_to(peer, kind, body, frames)
+            self._push_to(peer, message)
 
-    def _push_to(self, peer: Peer, kind: str, body: dict[str, Any], frames: tuple[Buffer, ...] = ()) -> None:
+    def _push_to(self, peer: Peer, message: m.Message) -> None:
         try:
-            self._mailbox.push(peer, kind, body, frames)
+            self._mailbox.push(peer, message)
         except WireError as error:  # what a peer gave us to pass on is too large: that must not undo a commit
-            log.error("%s to %s not sent: %s", kind, peer.name, error)
+            log.error("%s to %s not sent: %s", message.kind, peer.name, error)
 
-    def _answer_take(self, take: Hashable, kind: str, body: dict[str, Any], frames: tuple[Buffer, ...]) -> None:
-        if kind == "batch":
+    def _answer_take(self, take: Hashable, message: m.Message) -> None:
+        if isinstance(message, m.Batch):
             failpoint("broker.leased")
         request = self._takes.pop(take, None)
         if request is not None:
-            self._mailbox.reply(request, Reply(kind, body, frames))
+            self._mailbox.reply(request, message)
 
     # -- peers
 
-    def _join(self, peer: Peer) -> dict[str, Any]:
+    def _join(self, peer: Peer) -> m.Welcome:
         if peer.role not in ROLES:
             raise TransportError(f"role {peer.role!r} is unknown, expected one of {', '.join(ROLES)}")
-        hello = peer.hello
         if peer.role == "learner":
             others = [other for other in self._of("learner") if other is not peer]
             if others:
                 raise TransportError(f"learner {others[0].name} is here already: a run has one learner")
-            weights = None if hello.weights is None else hello.weights.to_message()
-            self.broker.learner_joined(hello.step, weights, hello.session)
+            self.broker.learner_joined(peer.hello)
         elif peer.role == "generator":
             self.broker.scheduler.joined(peer.name)
         log.info("%s %s incarnation %d joined", peer.role, peer.name, peer.incarnation)
         self.actor.call(lambda: self._joined(peer))  # after the welcome has been sent
-        return {**self._standing(), "weights": self.broker.versions.weights}
+        return self.broker.welcome()
 
     def _joined(self, peer: Peer) -> None:
         done, now = self.broker.run.done, time.monotonic()
         if peer.role == "supervisor":
             early, self._early = self._early, deque(maxlen=EARLY_MESSAGES)
-            seen = peer.hello.step or 0
-            for kind, body in early:
-                if kind != "step" or body["step"] > seen:
-                    self._push_to(peer, kind, body)
+            for message in early:
+                if not isinstance(message, m.StepReport) or message.step > (peer.hello.step or 0):
+                    self._push_to(peer, message)
             if done is not None:
-                self._push_to(peer, "done", done)
+                self._push_to(peer, done)
         elif done is not None:
-            self._push_to(peer, "stop", {"reason": done["reason"]})
+            self._push_to(peer, m.Stop(done.reason))
         elif peer.role == "generator":
-            self.broker.generator_holds(peer.name, peer.hello.tasks, now)
+            self.broker.generator_joined(peer.name, peer.hello, now)
         elif peer.role == "learner":
             self.broker.progress(now)
 
@@ -372,12 +322,7 @@ class Server:
     def _crash(self, error: Exception) -> None:
         log.exception("broker failed")
         self._mailbox.release(discard=True)  # what is not on disk was never sent
-        reason = f"broker: {type(error).__name__}: {error}"
         try:
-            self.broker.outbox.done({"reason": reason, "failed": True, "step": self.broker.run.step})
+            self.broker.close(m.Done(f"broker: {type(error).__name__}: {error}", True, self.broker.run.step))
         except ClosedError:
             log.error("peers could not be reached")
-
-
-def _verdict(reason: str) -> Reply:
-    return Reply(body={"accepted": not reason, "reason": reason})

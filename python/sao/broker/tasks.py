@@ -41,17 +41,6 @@ def reason_code(text: str) -> str:
     return re.sub(r"[^a-z0-9_]+", "_", text.lower()).strip("_")[:40] or "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """One attempt of a task as a generator gets it. `turns`: (header, payload) of each turn that it goes on after."""
-
-    ordinal: int
-    attempt: int
-    seed: int
-    split: Split
-    turns: Sequence[tuple[bytes, bytes]] = ()
-
-
 @dataclass(slots=True)
 class TrainingTask:
     """One unfinished training task. `queued`: to be started again; times are seconds of the broker's clock."""

@@ -7,6 +7,7 @@ from typing import Any, Final
 from sao import _core
 from sao.config.sections import StalenessSection
 from sao.errors import TransportError, ValidationError
+from sao.transport.messages import WeightsRef
 
 KNOWN_FINGERPRINTS: Final = 64  # versions whose fingerprints are kept
 
@@ -16,7 +17,7 @@ class Versions:
 
     def __init__(self, staleness: StalenessSection) -> None:
         self._clock, self._staleness = _core.VersionClock(), staleness
-        self.weights: dict[str, Any] | None = None
+        self.weights: WeightsRef | None = None
         self.fingerprints: dict[int, str] = {}
 
     @property
@@ -30,29 +31,24 @@ class Versions:
         """The oldest version that is still trained; None when nothing is dropped for its age."""
         return max(0, self.current - self._staleness.max_lag) if self._staleness.stale == "drop" else None
 
-    def check(self, weights: dict[str, Any]) -> None:
-        """Raises `ValidationError` unless these are complete and newer than the current ones."""
-        for key, kind in (("version", int), ("path", str), ("fingerprint", str), ("source", str)):
-            if not isinstance(weights.get(key, "" if key == "source" else None), kind):
-                raise ValidationError(f"weights.{key}: expected {kind.__name__}, got {weights.get(key)!r}")
-        if weights["version"] <= self.current:
-            raise ValidationError(f"weights.version: {weights['version']} must be above the current {self.current}")
+    def check(self, weights: WeightsRef | None) -> None:
+        """Raises `ValidationError` for weights that are not newer than the current ones."""
+        if weights is not None and weights.version <= self.current:
+            raise ValidationError(f"weights.version: {weights.version} must be above the current {self.current}")
 
-    def publish(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Advances the clock to checked weights and returns what generators must know of them."""
-        self._clock.advance(weights["version"])
-        self.weights = {key: weights[key] for key in ("version", "path", "fingerprint", "source") if key in weights}
-        self.fingerprints[weights["version"]] = weights["fingerprint"]
+    def publish(self, weights: WeightsRef) -> None:
+        """Advances the clock to checked weights."""
+        self._clock.advance(weights.version)
+        self.weights = weights
+        self.fingerprints[weights.version] = weights.fingerprint
         if len(self.fingerprints) > KNOWN_FINGERPRINTS:
             del self.fingerprints[next(iter(self.fingerprints))]
-        return self.weights
 
-    def repeated(self, weights: dict[str, Any]) -> bool:
+    def repeated(self, weights: WeightsRef) -> bool:
         """Whether these are the current weights once more, perhaps at another place; they are then the ones to load."""
-        known = self.fingerprints.get(self.current)
-        if (weights.get("version"), weights.get("fingerprint")) != (self.current, known):
+        if (weights.version, weights.fingerprint) != (self.current, self.fingerprints.get(self.current)):
             return False
-        self.weights = dict(weights)
+        self.weights = weights
         return True
 
     def verify(self, version: int, fingerprint: str) -> None:
@@ -80,4 +76,5 @@ class Versions:
         """Goes on where an earlier broker was."""
         if note["version"] > self.current:
             self._clock.advance(note["version"])
-        self.weights, self.fingerprints = note["weights"], dict(note["fingerprints"])
+        self.weights = None if note["weights"] is None else WeightsRef(**note["weights"])
+        self.fingerprints = dict(note["fingerprints"])
