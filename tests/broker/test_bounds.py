@@ -109,7 +109,7 @@ def test_interrupted_tasks_stay_for_the_next_run(tmp_path: Path) -> None:
     world = World(ledger=path)
     world.join("g0", 6)
     world.answer("g0", world.pop("g0"))
-    world.broker.finish("interrupted", 0.0, ok=False)
+    world.broker.finish("interrupted", ok=False)
     world.ledger.close()
     again = World(ledger=path)
     again.join("g0", 8)

@@ -132,7 +132,7 @@ class Broker:
             return m.Ack(False, task)
         if reason := self._fault(name, metadata, frames):
             self._drop(task, reason, tokens)
-            self._failed(name, reason, f"task {task.ordinal}", now)
+            self._failed(name, reason, f"task {task.ordinal}")
             self.progress(now)
             return m.Ack(False, reason)
         self.book.ready(task, metadata, frames, now)
@@ -157,7 +157,7 @@ class Broker:
             self._again(task, f"failed_{reason}", message.sampled_tokens)
         else:
             self._drop(task, f"failed_{reason}", message.sampled_tokens)
-        self._failed(name, reason, message.detail, now)
+        self._failed(name, reason, message.detail)
         self.progress(now)
         return m.Ack()
 
@@ -309,10 +309,10 @@ class Broker:
             self.outbox.event("error", f"generator {name}: {text}")
         return reason
 
-    def _failed(self, name: str, reason: str, detail: str, now: float) -> None:
+    def _failed(self, name: str, reason: str, detail: str) -> None:
         log.info("generator %s: rollout failed: %s: %s", name, reason, detail[:500])
         if end := self.run.failed(reason, detail[:500]):
-            self.finish(end, now, ok=False)
+            self.finish(end, ok=False)
 
     def _give_back(self, leases: Iterable[int]) -> None:
         """Leases come back unused, the newest first, so that the order of completion stays."""
@@ -339,7 +339,7 @@ class Broker:
         if not self.evaluation.result(message.ordinal, reward, message.success, reason, message.version):
             return m.Ack(False, "late")
         if reward is None:
-            self._failed(name, reason, message.detail or "held-out episode", now)
+            self._failed(name, reason, message.detail or "held-out episode")
         else:
             self.run.failures_in_a_row = 0
         self.progress(now)
@@ -362,14 +362,14 @@ class Broker:
             if self.run.step > 0 and (reached := self.evaluation.target_reached(result)):
                 self._end(reached)
         if self.run.ending and not self.evaluation.busy and not self.leases.open:
-            self.finish(self.run.ending, now, ok=True)
+            self.finish(self.run.ending, ok=True)
             return
         self.scheduler.dispatch(now)
         if stuck := self.report.stuck():
-            self.finish(stuck, now, ok=False)
+            self.finish(stuck, ok=False)
 
-    def finish(self, reason: str, now: float, *, ok: bool) -> None:
-        """Ends the run now: takes are answered with `stop`, peers are told.
+    def finish(self, reason: str, *, ok: bool) -> None:
+        """Ends the run now: what waits is answered, everyone gets to know.
 
         Unfinished tasks stay in the ledger, to be started again by a later run, unless the run is complete (`ok`).
         """

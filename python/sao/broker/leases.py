@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from sao.broker.metrics import StepMeter
@@ -44,28 +44,26 @@ class OpenLease:
         return [ordinal for ordinal, _ in self.held]
 
 
+@dataclass(slots=True)
 class LeaseTable:
     """The waiting takes and the open leases of the one learner. Numbers are given once in a run."""
 
-    def __init__(
-        self,
-        config: Config,
-        run: Run,
-        book: TaskBook,
-        store: ReadyStore,
-        versions: Versions,
-        meter: StepMeter,
-        outbox: Outbox,
-    ) -> None:
-        self._config, self._run, self._book, self._store = config, run, book, store
-        self._versions, self._meter, self._outbox = versions, meter, outbox
-        self.takes: deque[Take] = deque()
-        self.open: dict[int, OpenLease] = {}
-        self.session = ""
-        """Of the learner that has joined last; who comes back with it holds what it was given."""
-        self.back_by: float | None = None
-        """When what a silent learner holds is given back, unless it is heard again."""
-        self._next, self._last = 1, 0
+    config: Config
+    run: Run
+    book: TaskBook
+    store: ReadyStore
+    versions: Versions
+    meter: StepMeter
+    outbox: Outbox
+    takes: deque[Take] = field(default_factory=deque)
+    open: dict[int, OpenLease] = field(default_factory=dict)
+    session: str = ""
+    """Of the learner that has joined last; who comes back with it holds what it was given."""
+    back_by: float | None = None
+    """When what a silent learner holds is given back, unless it is heard again."""
+    next_number: int = 1
+    last_number: int = 0
+    """Of the lease that was trained last."""
 
     @property
     def n_held(self) -> int:
@@ -74,12 +72,12 @@ class LeaseTable:
 
     def ask(self, key: Hashable, n: int, now: float) -> None:
         """A `take` of `n` trajectories waits until there are as many. Raises `ValidationError`."""
-        limit = self._config.learner.batch_trajectories
-        if not 1 <= n <= limit or n % self._book.group_size:
+        limit = self.config.learner.batch_trajectories
+        if not 1 <= n <= limit or n % self.book.group_size:
             what = f"{n} is not in [1, learner.batch_trajectories = {limit}]"
-            raise ValidationError(f"take.n: {what}, or no multiple of algorithm.group_size = {self._book.group_size}")
-        if self._run.over:
-            self._outbox.answer(key, Stop(self._run.over))
+            raise ValidationError(f"take.n: {what}, or no multiple of algorithm.group_size = {self.book.group_size}")
+        if self.run.over:
+            self.outbox.answer(key, Stop(self.run.over))
         else:
             self.takes.append(Take(key, n, now, now))
 
@@ -98,7 +96,7 @@ class LeaseTable:
     def refuse(self, reason: str) -> None:
         """Answers all waiting takes: the run ends."""
         while self.takes:
-            self._outbox.answer(self.takes.popleft().key, Stop(reason))
+            self.outbox.answer(self.takes.popleft().key, Stop(reason))
 
     def give_up(self, key: Hashable) -> list[int]:
         """The learner no longer waits for this `take`; returns the numbers of the leases that have answered it."""
@@ -112,12 +110,12 @@ class LeaseTable:
     def give_back(self, number: int) -> None:
         """What the learner has not used is ready again; what the log has lost meanwhile is started again."""
         lease = self.open.pop(number)
-        self._book.give_back(number, lease.ordinals)
+        self.book.give_back(number, lease.ordinals)
         for ordinal, held in lease.held:
             if held is not None:
                 held.give_back()
             else:
-                self._book.requeue(self._book.live[ordinal], "log_damaged")
+                self.book.requeue(self.book.live[ordinal], "log_damaged")
 
     def committed(self, number: int, step: int) -> bool:
         """Whether this very commit was taken before, and its answer lost. Raises `TransportError` for a lease that is
@@ -125,7 +123,7 @@ class LeaseTable:
         """
         if number in self.open:
             return False
-        if (number, step) != (self._last, self._run.step):
+        if (number, step) != (self.last_number, self.run.step):
             raise TransportError(f"commit.lease: {number} is not open")
         return True
 
@@ -134,9 +132,9 @@ class LeaseTable:
         not those of the lease; nothing has changed then.
         """
         lease = self.open[number]
-        tasks = self._book.trained(number, lease.ordinals, step, trained, masked)
+        tasks = self.book.trained(number, lease.ordinals, step, trained, masked)
         del self.open[number]
-        self._last = number
+        self.last_number = number
         for _, held in lease.held:
             if held is not None:
                 held.commit()
@@ -144,19 +142,19 @@ class LeaseTable:
 
     def note(self) -> dict[str, Any]:
         """What `restore` needs beside the ledger's leases."""
-        return {"next_lease": self._next, "last_lease": self._last, "learner": self.session}
+        return {"next_lease": self.next_number, "last_lease": self.last_number, "learner": self.session}
 
     def restore(self, note: dict[str, Any], now: float) -> None:
         """Goes on where an earlier broker was: its learner may come back for `transport.outage_s`."""
-        self._next, self._last, self.session = note["next_lease"], note["last_lease"], note["learner"]
-        self.back_by = now + self._config.transport.outage_s
+        self.next_number, self.last_number, self.session = note["next_lease"], note["last_lease"], note["learner"]
+        self.back_by = now + self.config.transport.outage_s
 
     def reopen(self) -> None:
         """Opens the ledger's leases, with those of their trajectories that are in the store."""
-        for number, ordinals in self._book.ledger.leases():
-            there = {ordinal: held for o in ordinals for ordinal, held in self._store.take_tasks([o])}
+        for number, ordinals in self.book.ledger.leases():
+            there = {ordinal: held for o in ordinals for ordinal, held in self.store.take_tasks([o])}
             self.open[number] = OpenLease(None, [(ordinal, there.get(ordinal)) for ordinal in ordinals])
-            self._next = max(self._next, number + 1)
+            self.next_number = max(self.next_number, number + 1)
 
     def _ready(self, n: int) -> list[tuple[int, Any]]:
         """`n` trajectories in order of completion, or in order of issue (`window`); empty while there are fewer.
@@ -165,27 +163,27 @@ class LeaseTable:
         others are before it, so it is used in the (max_lag + 1)-th update from then at the latest: no token exceeds
         `max_lag`.
         """
-        if self._config.staleness.discipline == "window":
-            return self._store.take_tasks(self._book.head(n) or [])
-        if self._book.group_size > 1:
-            return self._store.take_tasks(self._book.whole_groups(n) or [])
-        return self._store.take(n)
+        if self.config.staleness.discipline == "window":
+            return self.store.take_tasks(self.book.head(n) or [])
+        if self.book.group_size > 1:
+            return self.store.take_tasks(self.book.whole_groups(n) or [])
+        return self.store.take(n)
 
     def _lease(self, take: Take, held: list[tuple[int, Any]], now: float) -> None:
-        number, lease = self._next, OpenLease(take.key, held)
-        tasks = self._book.lease(number, lease.ordinals)
-        self.open[number], self._next = lease, number + 1
+        number, lease = self.next_number, OpenLease(take.key, held)
+        tasks = self.book.lease(number, lease.ordinals)
+        self.open[number], self.next_number = lease, number + 1
         for task in tasks:
-            self._meter.taken(self._versions.current - task.min_version, now - task.finished)
-        self._meter.wait_s += now - take.since
+            self.meter.taken(self.versions.current - task.min_version, now - task.finished)
+        self.meter.wait_s += now - take.since
         views = (memoryview(part) for _, copy in held for part in (copy.header, copy.payload, *copy.sidecars))
         batch = Batch(
             lease=number,
-            version=self._versions.current,
+            version=self.versions.current,
             ordinals=tuple(lease.ordinals),
             attempts=tuple(task.attempt for task in tasks),
-            step=self._run.step,
+            step=self.run.step,
             ages_s=tuple(now - task.finished for task in tasks),
             frames=tuple(views),
         )
-        self._outbox.answer(take.key, batch)
+        self.outbox.answer(take.key, batch)

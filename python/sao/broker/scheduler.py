@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from sao import _core
@@ -30,29 +30,27 @@ class Generator:
     report: Stats | None = None
 
 
+@dataclass
 class Scheduler:
     """Hands out held-out tasks first, then as many training ones as there are permits, to free slots only."""
 
-    def __init__(
-        self,
-        config: Config,
-        run: Run,
-        book: TaskBook,
-        store: ReadyStore,
-        versions: Versions,
-        evaluation: Evaluation,
-        outbox: Outbox,
-    ) -> None:
-        self._config, self._run, self._book, self._store = config, run, book, store
-        self._versions, self._evaluation, self._outbox = versions, evaluation, outbox
-        self._admission = _core.Admission(config.staleness.max_lag, config.learner.batch_trajectories)
-        self.generators: dict[str, Generator] = {}
-        self.floor = 0
-        """The version that a generator must have loaded before it gets a task."""
-        self.missing: set[str] = set()
-        """Generators of an earlier broker that have not joined again; they may until `missing_until`."""
-        self.missing_until = 0.0
-        self._unclaimed = bool(book.running)
+    config: Config
+    run: Run
+    book: TaskBook
+    store: ReadyStore
+    versions: Versions
+    evaluation: Evaluation
+    outbox: Outbox
+    generators: dict[str, Generator] = field(default_factory=dict)
+    floor: int = 0
+    """The version that a generator must have loaded before it gets a task."""
+    missing: set[str] = field(default_factory=set)
+    """Generators of an earlier broker that have not joined again; they may until `missing_until`."""
+    missing_until: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._admission = _core.Admission(self.config.staleness.max_lag, self.config.learner.batch_trajectories)
+        self._unclaimed = bool(self.book.running)
 
     @property
     def free(self) -> int:
@@ -76,7 +74,7 @@ class Scheduler:
 
     def loaded(self, name: str, version: int, fingerprint: str) -> None:
         """A generator serves these weights. Raises `TransportError` when they are not those of that version."""
-        self._versions.verify(version, fingerprint)
+        self.versions.verify(version, fingerprint)
         self.generators[name].loaded = version
 
     def claim(self, name: str, held: Sequence[tuple[int, int]]) -> None:
@@ -85,12 +83,12 @@ class Scheduler:
         """
         self.missing.discard(name)
         for ordinal, attempt in held:
-            if not self._book.claim(ordinal, attempt, name):
+            if not self.book.claim(ordinal, attempt, name):
                 self.cancel(name, ordinal, attempt)
 
     def cancel(self, generator: str, ordinal: int, attempt: int) -> None:
         """Has a generator leave an attempt."""
-        self._outbox.push(Address("generator", generator), CancelTask(ordinal, attempt))
+        self.outbox.push(Address("generator", generator), CancelTask(ordinal, attempt))
 
     def orphans(self, now: float) -> list[TrainingTask]:
         """Running tasks of an earlier broker that no generator has claimed, once all have been heard of or their time
@@ -100,13 +98,13 @@ class Scheduler:
             return []
         self.missing.clear()
         self._unclaimed = False
-        return self._book.running_on("")
+        return self.book.running_on("")
 
     def overdue(self, now: float) -> list[TrainingTask]:
         """Running tasks that are older than `transport.rollout_timeout_s`, the oldest first."""
         found = []
-        for task in self._book.running.values():  # in the order of their start
-            if now - task.started < self._config.transport.rollout_timeout_s:
+        for task in self.book.running.values():  # in the order of their start
+            if now - task.started < self.config.transport.rollout_timeout_s:
                 break
             found.append(task)
         return found
@@ -115,26 +113,26 @@ class Scheduler:
         """Rollouts that may be started now: by staleness, by the buffer's room, by the end of the run; the least
         counts.
         """
-        if self._run.ending or self._run.awaiting:
+        if self.run.ending or self.run.awaiting:
             return 0
-        book, batch = self._book, self._config.learner.batch_trajectories
+        book, batch = self.book, self.config.learner.batch_trajectories
         counts = book.ledger.counts()
         leased, ready, running = counts["leased"], counts["ready"], counts["issued"] + counts["generating"]
         by_lag = self._admission.permits(book.commits, book.n_trained, leased, ready, running)
-        by_end = (self._config.run.steps - self._run.step) * batch - leased - ready - running
-        return max(0, min(by_lag, by_end, self._store.room(leased, ready, running)))
+        by_end = (self.config.run.steps - self.run.step) * batch - leased - ready - running
+        return max(0, min(by_lag, by_end, self.store.room(leased, ready, running)))
 
     def dispatch(self, now: float) -> None:
         """Hands out what may be handed out now. A task of which turns are kept goes out with them."""
-        if self._run.done is not None or self._run.awaiting:
+        if self.run.done is not None or self.run.awaiting:
             return
         if self.generators:
-            self._evaluation.start(self._run.step, self._versions.current, now)
+            self.evaluation.start(self.run.step, self.versions.current, now)
         out: dict[str, tuple[list[Assignment], list[Buffer]]] = {}
         permits = self.permits()
         for name in self._free_slots():
             tasks, frames = out.setdefault(name, ([], []))
-            if (episode := self._evaluation.next_task(name)) is not None:
+            if (episode := self.evaluation.next_task(name)) is not None:
                 tasks.append(episode)
             elif permits > 0:
                 permits -= 1
@@ -153,20 +151,20 @@ class Scheduler:
     def restore(self, note: dict[str, Any], now: float) -> None:
         """Goes on where an earlier broker was: its generators may join again, their rollouts go on."""
         self.floor, self.missing = note["floor"], set(note["generators"])
-        self.missing_until = now + self._config.transport.peer_timeout_s
-        for task in self._book.running.values():
+        self.missing_until = now + self.config.transport.peer_timeout_s
+        for task in self.book.running.values():
             task.started = now
 
     def _start(self, generator: str, frames: list[Buffer], now: float) -> Assignment:
-        task = self._book.start(generator, now)
-        seed = task_seed(self._config.run.seed, "train", self._config.prompt_of(task.ordinal))
-        turns = self._book.turns(task.ordinal)
+        task = self.book.start(generator, now)
+        seed = task_seed(self.config.run.seed, "train", self.config.prompt_of(task.ordinal))
+        turns = self.book.turns(task.ordinal)
         frames += [part for turn in turns for part in turn]
         return Assignment(task.ordinal, task.attempt, seed, "train", len(turns))
 
     def _send(self, generator: str, tasks: list[Assignment], frames: list[Buffer]) -> None:
         if tasks:
-            self._outbox.push(Address("generator", generator), Tasks(tuple(tasks), frames=tuple(frames)))
+            self.outbox.push(Address("generator", generator), Tasks(tuple(tasks), frames=tuple(frames)))
 
     def _free_slots(self) -> Iterator[str]:
         """The generator for the next task, again and again while slots are free: the one with the most, so that none

@@ -132,7 +132,7 @@ class Server:
         on(m.Commit, "learner", lambda _, message, now: self._commit(message, now))
         on(m.Event, "learner", lambda _, message, now: broker.outbox.event(message.level, message.text))
         on(m.Left, "supervisor", lambda _, message, now: self._left(message, now))
-        on(m.Stop, "supervisor", lambda _, message, now: broker.finish(message.reason, now, ok=False))
+        on(m.Stop, "supervisor", lambda _, message, now: broker.finish(message.reason, ok=False))
         self.actor.on(m.Take, self._take, "learner")
         self.actor.on(m.CancelCall, self._cancel)
         self.actor.on(m.WorkerError, self._worker_error, "generator", "learner")
@@ -146,7 +146,7 @@ class Server:
             try:
                 return handler(request.peer.name, request.message, now)
             except LedgerError as error:  # never train on books that do not close
-                self.broker.finish(f"{request.message.kind} of {request.peer.name}: {error}", now, ok=False)
+                self.broker.finish(f"{request.message.kind} of {request.peer.name}: {error}", ok=False)
                 raise
 
         self.actor.on(kind, handle, role)
@@ -184,7 +184,7 @@ class Server:
     def _worker_error(self, request: Request[m.WorkerError]) -> None:
         peer, text = request.peer, request.message.text
         if peer.role == "learner":
-            self.broker.finish(f"learner: {text}", time.monotonic(), ok=False)
+            self.broker.finish(f"learner: {text}", ok=False)
         else:
             self.broker.outbox.event("error", f"{peer.role} {peer.name}: {text}")
 
@@ -292,7 +292,7 @@ class Server:
         run = self.broker.run
         if not run.ending and not self._of("learner"):
             steps = f"step {run.step} of {self._config.run.steps}"
-            self.broker.finish(f"the learner left after {steps} and did not come back", time.monotonic(), ok=False)
+            self.broker.finish(f"the learner left after {steps} and did not come back", ok=False)
 
     def _of(self, role: str) -> list[Peer]:
         return [peer for peer in self._mailbox.peers.values() if peer.role == role]
@@ -316,7 +316,7 @@ class Server:
             self.actor.stop()
 
     def _end(self, reason: str) -> None:
-        self.broker.finish(reason, time.monotonic(), ok=False)
+        self.broker.finish(reason, ok=False)
         self._tick()
 
     def _crash(self, error: Exception) -> None:
