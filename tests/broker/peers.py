@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from broker.broker_world import config, trajectory
+from broker.broker_world import M, config, trajectory
 
 from sao import _core
 from sao.config import Config, load_resolved, save
 from sao.errors import Error
 from sao.trajectory import encode_frames, split_frames
-from sao.transport import Client, Message, private_folder
-from sao.transport.messages import Stop
+from sao.transport import Client, private_folder
+from sao.transport import messages as m
 
 
 class Process:
@@ -66,7 +66,7 @@ class Peer:
 
     def __init__(self, endpoint: str, cfg: Config, role: str, name: str, incarnation: int = 0) -> None:
         transport = cfg.transport
-        self.pushes: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.pushes: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
         self.lost = threading.Event()
         self.client = Client(
             endpoint,
@@ -79,16 +79,16 @@ class Peer:
             on_push=self.pushes.put,
             on_lost=lambda error: self.lost.set(),
         )
-        self.welcome: dict[str, Any] = {}
+        self.welcome = m.Welcome()
 
     def join(self, **hello: Any) -> Any:
         """Joins within 20 s."""
-        self.welcome = self.client.connect(20, **hello).body
+        self.welcome = self.client.connect(20, **hello)
         return self
 
-    def call(self, kind: str, body: dict[str, Any] | None = None, deadline_s: float = 20.0) -> Message:
+    def call(self, message: m.Message, deadline_s: float = 20.0) -> Any:
         """A call and its answer."""
-        return self.client.call(kind, body, deadline_s=deadline_s).result()
+        return self.client.call(message, deadline_s=deadline_s).result()
 
 
 class Generator(Peer):
@@ -98,60 +98,56 @@ class Generator(Peer):
         super().__init__(endpoint, cfg, "generator", name, incarnation)
         self.slots, self.received, self.answered, self.version = slots, 0, 0, 0
         self.delay_s = 0.0
-        self.fails: Callable[[dict[str, Any]], str | None] = lambda task: None
+        self.fails: Callable[[m.Assignment], str | None] = lambda task: None
         self.facts: dict[str, Any] = {}  # of every trajectory
         self.hold = False
-        self.held: deque[dict[str, Any]] = deque()
+        self.held: deque[m.Assignment] = deque()
         self.stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)
 
     def start(self, **hello: Any) -> Generator:
         """Joins and starts to work."""
         self.join(**hello)
-        self.version = self.welcome["version"]
+        self.version = self.welcome.version
         self._thread.start()
         return self
 
     def close(self) -> None:
         """Leaves."""
-        self.pushes.put(Stop("test"))
+        self.pushes.put(m.Stop("test"))
         self._thread.join(10)
         assert not self._thread.is_alive()
         self.client.close()
 
     def _work(self) -> None:
         try:
-            self.client.send("slots", {"free": self.slots, "received": 0})
-            while True:
-                message = self.pushes.get()
-                if message.kind == "stop":
-                    break
-                if message.kind == "version":
-                    self.version = message.body["version"]
-                    self.client.send("loaded", {"version": self.version, "fingerprint": message.body["fingerprint"]})
-                elif message.kind == "tasks":
-                    self.received += len(message.body["tasks"])
+            self.client.send(m.Slots(self.slots, 0))
+            while not isinstance(message := self.pushes.get(), m.Stop):
+                if isinstance(message, m.NewWeights):
+                    self.version = message.weights.version
+                    self.client.send(m.Loaded(self.version, message.weights.fingerprint))
+                elif isinstance(message, m.Tasks):
+                    self.received += len(message.tasks)
                     if self.hold:
-                        self.held.extend(message.body["tasks"])
+                        self.held.extend(message.tasks)
                         continue
-                    for task in message.body["tasks"]:
+                    for task in message.tasks:
                         self._answer(task)
-                    self.client.send("slots", {"free": self.slots, "received": self.received})
+                    self.client.send(m.Slots(self.slots, self.received))
         except Error:
             pass
         self.stopped.set()
 
-    def _answer(self, task: dict[str, Any]) -> None:
+    def _answer(self, task: m.Assignment) -> None:
         time.sleep(self.delay_s)
         reason = self.fails(task)
-        key = {"ordinal": task["ordinal"], "attempt": task["attempt"]}
-        if task["split"] == "eval":
-            body = {"ordinal": task["ordinal"], "reward": 1.0, "reason": None, "version": self.version}
-            self.client.send("eval_result", body)
+        if task.split == "eval":
+            self.client.send(m.EvalResult(task.ordinal, self.version, 1.0, task.attempt))
         elif reason is not None:
-            self.client.send("failure", {**key, "reason": reason, "detail": "scripted", "sampled_tokens": 2})
+            self.client.send(m.FailedRollout(task.ordinal, task.attempt, reason, 2, "scripted"))
         else:
-            self.client.send("trajectory", {}, encode_frames(trajectory(**key, version=self.version, **self.facts)))
+            done = trajectory(task.ordinal, task.attempt, version=self.version, **self.facts)
+            self.client.send(m.FinishedRollout(frames=encode_frames(done)))
         self.answered += 1
 
 
@@ -163,32 +159,22 @@ class Learner(Peer):
         self.batch = cfg.learner.batch_trajectories
         self.ordinals: list[int] = []
 
-    def take(self, deadline_s: float = 20.0) -> Message:
-        """One batch, or `stop`."""
-        return self.call("take", {"n": self.batch}, deadline_s)
+    def take(self, deadline_s: float = 20.0) -> Any:
+        """One batch, or `Stop`."""
+        return self.call(m.Take(self.batch), deadline_s)
 
-    def commit(self, batch: Message, step: int) -> dict[str, Any]:
+    def commit(self, batch: m.Batch, step: int) -> None:
         """Trains everything in a batch and publishes the next version."""
         tokens = sum(_core.summary(header)["n_actions"] for header, *_ in split_frames(batch.frames))
-        version = batch.body["version"] + 1
-        body = {
-            "lease": batch.body["lease"],
-            "step": step,
-            "version": version,
-            "weights": {"version": version, "path": f"/w/{version}", "fingerprint": f"f{version}"},
-            "trained_tokens": tokens,
-            "masked_tokens": 0,
-            "metrics": {"loss": 0.5},
-        }
-        answer = self.call("commit", body).body
-        self.ordinals += batch.body["ordinals"]
-        return answer
+        weights = m.WeightsRef(batch.version + 1, f"/w/{batch.version + 1}", f"f{batch.version + 1}")
+        self.call(m.Commit(batch.lease, step, weights.version, tokens, 0, {"loss": 0.5}, weights))
+        self.ordinals += batch.ordinals
 
     def train(self, steps: int, delay_s: float = 0.0) -> None:
         """Whole steps."""
-        for step in range(self.welcome["step"] + 1, self.welcome["step"] + 1 + steps):
+        for step in range(self.welcome.step + 1, self.welcome.step + 1 + steps):
             batch = self.take()
-            assert batch.kind == "batch", batch.body
+            assert isinstance(batch, m.Batch), batch
             for header, payload, *sidecars in split_frames(batch.frames):
                 _core.summary(header, payload, sidecars=sidecars)
             time.sleep(delay_s)
@@ -200,25 +186,25 @@ class Watcher(Peer):
 
     def __init__(self, endpoint: str, cfg: Config) -> None:
         super().__init__(endpoint, cfg, "supervisor", "supervisor")
-        self.seen: list[Message] = []
+        self.seen: list[m.Message] = []
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        """Bodies of the pushes of a kind so far."""
+    def of(self, kind: type[M]) -> list[M]:
+        """The pushes of a kind so far."""
         while not self.pushes.empty():
             self.seen.append(self.pushes.get())
-        return [message.body for message in self.seen if message.kind == kind]
+        return [message for message in self.seen if isinstance(message, kind)]
 
-    def wait(self, kind: str, n: int = 1, deadline_s: float = 20.0) -> dict[str, Any]:
+    def wait(self, kind: type[M], n: int = 1, deadline_s: float = 20.0) -> M:
         """The `n`-th push of a kind."""
         end = time.monotonic() + deadline_s
         while len(self.of(kind)) < n:
-            assert time.monotonic() < end, f"no {kind} within {deadline_s} s; seen: {self.seen}"
+            assert time.monotonic() < end, f"no {kind.__name__} within {deadline_s} s; seen: {self.seen}"
             time.sleep(0.01)
         return self.of(kind)[n - 1]
 
     def snapshot(self) -> dict[str, Any]:
         """The broker's snapshot."""
-        return self.call("snapshot").body
+        return dict(self.call(m.GetSnapshot()).state)
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from broker.peers import Generator, Learner, Process, Watcher, broker
 from sao import _core
 from sao.broker.server import Server
 from sao.errors import TransportError, ValidationError
+from sao.transport import messages as m
 from sao.transport import private_folder
 
 TESTS = Path(__file__).parents[1]
@@ -41,9 +42,9 @@ def test_a_whole_run_ends_by_itself(tmp_path: Path, generator_s: float, learner_
             generator.delay_s = generator_s
             generator.start()
         learner.train(5, learner_s)
-        assert learner.take().kind == "stop"
+        assert isinstance(learner.take(), m.Stop)
         end = time.monotonic()
-        assert watcher.wait("done")["reason"] == "all steps done"
+        assert watcher.wait(m.Done).reason == "all steps done"
         for generator in generators:
             assert generator.stopped.wait(5)
             generator.close()
@@ -51,11 +52,11 @@ def test_a_whole_run_ends_by_itself(tmp_path: Path, generator_s: float, learner_
         assert process.wait(10) == 0
         assert time.monotonic() - end < 10
         watcher.client.close()
-        assert [body["step"] for body in watcher.of("step")] == [1, 2, 3, 4, 5]
-        assert {body["step"] for body in watcher.of("eval")} >= {0, 5}
-        assert watcher.of("step")[0]["metrics"]["loss"] == 0.5
+        assert [body.step for body in watcher.of(m.StepReport)] == [1, 2, 3, 4, 5]
+        assert {body.step for body in watcher.of(m.EvalReport)} >= {0, 5}
+        assert watcher.of(m.StepReport)[0].metrics["loss"] == 0.5
         assert len(set(learner.ordinals)) == 20
-        tokens = watcher.of("done")[0]["tokens"]
+        tokens = watcher.of(m.Done)[0].tokens
         assert tokens["held"] == 0
         assert tokens["sampled"] == tokens["trained"] + sum(tokens["dropped"].values())
         assert not Path(endpoint.removeprefix("ipc://")).exists()
@@ -83,8 +84,8 @@ def test_a_killed_generators_tasks_are_done_by_others(tmp_path: Path) -> None:
         replacement = Generator(endpoint, cfg, "g0", incarnation=1).start()
         learner.train(3)
         assert sorted(learner.ordinals) == list(range(12))
-        assert not watcher.wait("done")["failed"]
-        assert any("8 tasks in flight are started again" in e["text"] for e in watcher.of("event"))
+        assert not watcher.wait(m.Done).failed
+        assert any("8 tasks in flight are started again" in e.text for e in watcher.of(m.Event))
         for peer in (replacement, learner.client, watcher.client):
             peer.close()
         assert process.wait() == 0
@@ -107,7 +108,7 @@ def test_a_killed_broker_starts_again_where_the_ledger_says(tmp_path: Path) -> N
             watcher = Watcher(endpoint, cfg).join()
             second = Learner(endpoint, cfg, incarnation=1).join(step=4)
             generator = Generator(endpoint, cfg, incarnation=1).start()
-            second.welcome["step"] = 4
+            second.welcome.step = 4
             second.train(4)
             trained = learner.ordinals + second.ordinals
             assert len(trained) == len(set(trained)) == 32
@@ -133,12 +134,12 @@ def test_a_dead_learner_returns_its_batch_and_may_come_back(tmp_path: Path) -> N
         other.client.close()
         again = Learner(endpoint, cfg, incarnation=1).join()  # fences the first
         assert learner.lost.wait(5)
-        assert again.take().body["ordinals"] == batch.body["ordinals"]
+        assert again.take().ordinals == batch.ordinals
         again.client.close()
         until(lambda: watcher.snapshot()["leased"] == 0)
         third = Learner(endpoint, cfg, incarnation=2).join()
         third.train(4)
-        assert watcher.wait("done")["step"] == 4
+        assert watcher.wait(m.Done).step == 4
         for peer in (generator, third.client, watcher.client):
             peer.close()
         assert process.wait() == 0
@@ -154,7 +155,7 @@ def test_a_take_that_timed_out_blocks_nobody(tmp_path: Path) -> None:
         generator = Generator(endpoint, cfg).start()
         learner.train(2)
         with pytest.raises(ValidationError, match=r"take\.n: 99"):
-            learner.call("take", {"n": 99})
+            learner.call(m.Take(99))
         for peer in (generator, learner.client, watcher.client):
             peer.close()
 
@@ -166,9 +167,9 @@ def test_a_late_joiner_knows_version_and_weights_at_once(tmp_path: Path) -> None
         learner.train(3)
         until(lambda: generator.version == 3)
         late = Watcher(endpoint, cfg).join()
-        assert late.welcome["version"] == 3
-        assert late.welcome["weights"] == {"version": 3, "path": "/w/3", "fingerprint": "f3", "source": ""}
-        assert [body["step"] for body in (late.wait("step", n) for n in (1, 2, 3))] == [1, 2, 3]  # kept for it
+        assert late.welcome.version == 3
+        assert late.welcome.weights == m.WeightsRef(3, "/w/3", "f3")
+        assert [body.step for body in (late.wait(m.StepReport, n) for n in (1, 2, 3))] == [1, 2, 3]  # kept for it
         for peer in (generator, learner.client, late.client):
             peer.close()
 
@@ -177,14 +178,14 @@ def test_failures_in_a_row_end_the_run(tmp_path: Path) -> None:
     with broker(tmp_path, run={"max_failures_in_a_row": 5}) as process:
         cfg, endpoint = process.config, process.endpoint
         watcher, learner = Watcher(endpoint, cfg).join(), Learner(endpoint, cfg).join()
-        waiting = learner.client.call("take", {"n": 4})
+        waiting = learner.client.call(m.Take(4))
         generator = Generator(endpoint, cfg)
         generator.fails = lambda task: "reset_failed"
         generator.start()
-        done = watcher.wait("done")
-        assert done["failed"]
-        assert "5 rollouts in a row failed in environment scripted: reset_failed: scripted" in done["reason"]
-        assert waiting.result(5).kind == "stop"
+        done = watcher.wait(m.Done)
+        assert done.failed
+        assert "5 rollouts in a row failed in environment scripted: reset_failed: scripted" in done.reason
+        assert isinstance(waiting.result(5), m.Stop)
         assert generator.stopped.wait(5)
         for peer in (generator, learner.client, watcher.client):
             peer.close()
@@ -206,7 +207,7 @@ def test_a_learner_that_leaves_for_good_ends_the_run(tmp_path: Path, monkeypatch
     again.train(1)
     again.client.close()
     watcher = Watcher(endpoint, cfg).join()
-    assert "left after step 3 of 6 and did not come back" in watcher.wait("done")["reason"]
+    assert "left after step 3 of 6 and did not come back" in watcher.wait(m.Done).reason
     assert generator.stopped.wait(5)
     for peer in (generator, watcher.client):
         peer.close()
@@ -221,10 +222,9 @@ def test_false_books_end_the_run(tmp_path: Path) -> None:
         watcher, learner = Watcher(endpoint, cfg).join(), Learner(endpoint, cfg).join()
         generator = Generator(endpoint, cfg).start()
         batch = learner.take()
-        body = {"lease": batch.body["lease"], "step": 1, "version": 0, "weights": None, "metrics": {}}
         with pytest.raises(Exception, match="holds 20"):
-            learner.call("commit", {**body, "trained_tokens": 1, "masked_tokens": 1})
-        assert "holds 20" in watcher.wait("done")["reason"]
+            learner.call(m.Commit(batch.lease, 1, 0, 1, 1, {}))
+        assert "holds 20" in watcher.wait(m.Done).reason
         for peer in (generator, learner.client, watcher.client):
             peer.close()
         assert process.wait() == 0
@@ -238,11 +238,11 @@ def test_signals_end_it_in_order(tmp_path: Path, number: int) -> None:
         generator = Generator(endpoint, cfg)
         generator.hold = True
         generator.start()
-        waiting = learner.client.call("take", {"n": 4})
+        waiting = learner.client.call(m.Take(4))
         until(lambda: len(generator.held) == 8)
         process.child.send_signal(number)
-        assert waiting.result(5).kind == "stop"
-        assert signal.Signals(number).name in watcher.wait("done")["reason"]
+        assert isinstance(waiting.result(5), m.Stop)
+        assert signal.Signals(number).name in watcher.wait(m.Done).reason
         assert generator.stopped.wait(5)
         for peer in (generator, learner.client, watcher.client):
             peer.close()
@@ -256,7 +256,7 @@ def test_it_does_not_wait_for_ever_after_a_signal(tmp_path: Path) -> None:
         watcher = Watcher(process.endpoint, process.config).join()
         learner = Learner(process.endpoint, process.config).join()  # never leaves
         process.child.send_signal(signal.SIGTERM)
-        watcher.wait("done")
+        watcher.wait(m.Done)
         assert process.wait(5) == 0
         learner.client.close()
         watcher.client.close()
@@ -266,8 +266,8 @@ def test_a_stop_of_the_supervisor_ends_it(tmp_path: Path) -> None:
     with broker(tmp_path) as process:
         watcher = Watcher(process.endpoint, process.config).join()
         generator = Generator(process.endpoint, process.config).start()
-        watcher.call("stop", {"reason": "user"})
-        assert watcher.wait("done")["reason"] == "user"
+        watcher.call(m.Stop("user"))
+        assert watcher.wait(m.Done).reason == "user"
         assert generator.stopped.wait(5)
         generator.close()
         assert process.wait() == 0
@@ -296,7 +296,7 @@ def test_only_the_given_endpoint_is_open_and_idle_costs_nothing(tmp_path: Path) 
             Watcher(process.endpoint, process.config).join(),
             Learner(process.endpoint, process.config).join(),
         )
-        waiting = learner.client.call("take", {"n": 4})
+        waiting = learner.client.call(m.Take(4))
         inside = psutil.Process(process.child.pid)
         assert inside.net_connections("inet") == []
         listening = [c.laddr for c in inside.net_connections("unix") if c.laddr]

@@ -8,6 +8,8 @@ from pathlib import Path
 from broker.peers import Generator, Learner, Watcher, broker
 from broker.test_process import until
 
+from sao.transport import messages as m
+
 
 def test_every_wait_is_named_with_its_limit(tmp_path: Path) -> None:
     with broker(tmp_path, run={"steps": 5}, eval={"every_steps": 0}) as process:
@@ -15,7 +17,7 @@ def test_every_wait_is_named_with_its_limit(tmp_path: Path) -> None:
         watcher = Watcher(endpoint, cfg).join()
 
         def waits() -> list[str]:
-            return list(watcher.call("snapshot").body["waits"])
+            return list(watcher.snapshot()["waits"])
 
         def there(text: str) -> bool:
             return any(text in line for line in waits())
@@ -38,7 +40,7 @@ def test_every_wait_is_named_with_its_limit(tmp_path: Path) -> None:
         generator.hold = False
         for task in [generator.held.popleft() for _ in range(2)]:
             generator._answer(task)
-        generator.client.send("slots", {"free": 8, "received": generator.received})
+        generator.client.send(m.Slots(8, generator.received))
         asked.join(20)
         assert not asked.is_alive()
         until(lambda: there(f"broker: the learner's commit of lease 1 with {batch} trajectories"))
