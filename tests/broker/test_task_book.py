@@ -40,7 +40,7 @@ def test_from_issue_to_training() -> None:
     assert where(b) == (0, 0, 1, 0)
     b.lease(2, [0])
     assert b.trained(2, [0], 1, 3, 2) == [task] and not b.live
-    assert (b.commits, b.n_trained) == (1, 1)
+    assert (b.commits, b.trained_before) == (1, 0)
     b.settle()
     assert b.ledger.tokens()["trained"] == 3 and b.ledger.tokens()["masked"] == 2
 

@@ -118,7 +118,8 @@ class Scheduler:
         book, batch = self.book, self.config.learner.batch_trajectories
         counts = book.ledger.counts()
         leased, ready, running = counts["leased"], counts["ready"], counts["issued"] + counts["generating"]
-        by_lag = self._admission.permits(book.commits, book.n_trained, leased, ready, running)
+        trained = counts["trained"] - book.trained_before
+        by_lag = self._admission.permits(book.commits, trained, leased, ready, running)
         by_end = (self.config.run.steps - self.run.step) * batch - leased - ready - running
         return max(0, min(by_lag, by_end, self.store.room(leased, ready, running)))
 

@@ -82,8 +82,8 @@ class TaskBook:
             self.live[ordinal] = self._restored(ordinal, attempt, phase, goes_on)
         self.next_ordinal: int = ledger.next_ordinal
         self.dropped: Counter[str] = Counter()
-        self.commits = 0  # of this broker, as are the trained trajectories that go with them
-        self._trained_before: int = ledger.counts()["trained"]
+        self.commits = 0  # of this broker
+        self.trained_before: int = ledger.counts()["trained"]
         self._queue: list[int] = sorted(o for o, task in self.live.items() if task.state == "queued")
 
     @property
@@ -95,12 +95,6 @@ class TaskBook:
     def n_ready(self) -> int:
         """Finished trajectories that wait for the learner."""
         return len(self.live) - len(self.running) - len(self._queue) - self.n_leased
-
-    @property
-    def n_trained(self) -> int:
-        """Trajectories that were trained by the `commits` of this broker."""
-        trained: int = self.ledger.counts()["trained"]
-        return trained - self._trained_before
 
     # -- issued, generating
 
