@@ -71,7 +71,7 @@ class World:
 
     def __init__(self, cfg: Config | None = None, ledger: str | Path | None = None, resumed: int | None = None) -> None:
         self.now = 0.0
-        self.tasks: dict[str, list[m.Assignment]] = {}
+        self.tasks: dict[str, list[m.TaskEntry]] = {}
         self.pushes: list[tuple[str, m.Message]] = []
         self.batches: list[m.Batch] = []
         self.frames: list[tuple[Any, ...]] = []
@@ -125,18 +125,18 @@ class World:
         """States free slots, all pushed tasks received."""
         self.broker.slots(name, m.Slots(free, self.received[name]), self.now)
 
-    def pop(self, name: str, split: str = "train") -> m.Assignment:
+    def pop(self, name: str, split: str = "train") -> m.TaskEntry:
         """The oldest task that a generator holds."""
         tasks = self.tasks[name]
         task = next(t for t in tasks if t.split == split)
         tasks.remove(task)
         return task
 
-    def encoded(self, task: m.Assignment, **more: Any) -> tuple[Any, ...]:
+    def encoded(self, task: m.TaskEntry, **more: Any) -> tuple[Any, ...]:
         """The trajectory of a task, as frames."""
         return encode_frames(trajectory(task.ordinal, task.attempt, **more))
 
-    def answer(self, name: str, task: m.Assignment, **more: Any) -> str:
+    def answer(self, name: str, task: m.TaskEntry, **more: Any) -> str:
         """Sends the trajectory of a task; returns why it is refused."""
         return self.deliver(name, self.encoded(task, **more))
 
@@ -154,7 +154,7 @@ class World:
             assert self.answer(name, task, **more) == ""
         return len(tasks)
 
-    def fail(self, name: str, task: m.Assignment, reason: str = "crashed", tokens: int = 0, detail: str = "") -> str:
+    def fail(self, name: str, task: m.TaskEntry, reason: str = "crashed", tokens: int = 0, detail: str = "") -> str:
         """Sends a failure; returns why it is refused."""
         message = m.FailedRollout(task.ordinal, task.attempt, reason, tokens, detail)
         return self.broker.failure(name, message, self.now).reason

@@ -98,10 +98,10 @@ class Generator(Peer):
         super().__init__(endpoint, cfg, "generator", name, incarnation)
         self.slots, self.received, self.answered, self.version = slots, 0, 0, 0
         self.delay_s = 0.0
-        self.fails: Callable[[m.Assignment], str | None] = lambda task: None
+        self.fails: Callable[[m.TaskEntry], str | None] = lambda task: None
         self.facts: dict[str, Any] = {}  # of every trajectory
         self.hold = False
-        self.held: deque[m.Assignment] = deque()
+        self.held: deque[m.TaskEntry] = deque()
         self.stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)
 
@@ -138,7 +138,7 @@ class Generator(Peer):
             pass
         self.stopped.set()
 
-    def _answer(self, task: m.Assignment) -> None:
+    def _answer(self, task: m.TaskEntry) -> None:
         time.sleep(self.delay_s)
         reason = self.fails(task)
         if task.split == "eval":

@@ -16,9 +16,7 @@ def eval_config(**run: Any) -> Any:
     )
 
 
-def result(
-    world: World, task: m.Assignment, reward: float | None, reason: str = "", success: bool | None = None
-) -> str:
+def result(world: World, task: m.TaskEntry, reward: float | None, reason: str = "", success: bool | None = None) -> str:
     version = world.broker.versions.current
     message = m.EvalResult(task.ordinal, version, reward, task.attempt, reason, success=success)
     return world.broker.eval_result("g0", message, world.now).reason

@@ -175,7 +175,7 @@ def test_nothing_but_whole_groups_is_ever_trained(seed: int, discipline: str) ->
             transport={"rollout_timeout_s": 60.0},
         )
     )
-    running: list[tuple[int, str, m.Assignment]] = []
+    running: list[tuple[int, str, m.TaskEntry]] = []
     names, trained = ["g0", "g1"], []
     for name in names:
         world.join(name, 5)

@@ -144,7 +144,7 @@ def test_answers_stay_known_after_two_kills(lives):
     assert lives.ledger.tokens()["sampled"] == 5 * BATCH
 
 
-def turn(lives: Lives, task: m.Assignment, part: int) -> None:
+def turn(lives: Lives, task: m.TaskEntry, part: int) -> None:
     lives.broker.book.turn(task.ordinal, task.attempt, part, 4, 0, b"h%d" % part, b"p" * 10)
 
 

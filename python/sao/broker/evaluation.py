@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from sao.broker.tasks import task_seed
 from sao.config import Config
-from sao.transport.messages import Assignment, EvalReport
+from sao.transport.messages import EvalReport, TaskEntry
 
 MAX_ATTEMPTS: Final = 3
 
@@ -72,7 +72,7 @@ class Evaluation:
             self._last_step = step
             self._begin(step, version, now)
 
-    def next_task(self, generator: str) -> Assignment | None:
+    def next_task(self, generator: str) -> TaskEntry | None:
         """The next task of the round, for this generator; None when all are out."""
         if self.current is None or not self.current.todo:
             return None
@@ -80,7 +80,7 @@ class Evaluation:
         self.current.attempts[ordinal] += 1
         self.current.open[ordinal] = generator
         seed = task_seed(self._seed, "eval", ordinal - self.current.first)
-        return Assignment(ordinal, self.current.attempts[ordinal], seed, "eval")
+        return TaskEntry(ordinal, self.current.attempts[ordinal], seed, "eval")
 
     def result(self, ordinal: int, reward: float | None, success: bool | None, reason: str, version: int) -> bool:
         """Takes an answer; `reward` is None for a failure, which never enters a mean; `success` None: the reward

@@ -15,7 +15,7 @@ from sao.broker.store import ReadyStore
 from sao.broker.tasks import TaskBook, TrainingTask, task_seed
 from sao.broker.versions import Versions
 from sao.config import Config
-from sao.transport.messages import Assignment, Buffer, CancelTask, Stats, Tasks
+from sao.transport.messages import Buffer, CancelTask, Stats, TaskEntry, Tasks
 
 FRAMES: Final = 1 << 14  # of a message, from which on further tasks are another; peers read four times as many
 
@@ -129,7 +129,7 @@ class Scheduler:
             return
         if self.generators:
             self.evaluation.start(self.run.step, self.versions.current, now)
-        out: dict[str, tuple[list[Assignment], list[Buffer]]] = {}
+        out: dict[str, tuple[list[TaskEntry], list[Buffer]]] = {}
         permits = self.permits()
         for name in self._free_slots():
             tasks, frames = out.setdefault(name, ([], []))
@@ -156,14 +156,14 @@ class Scheduler:
         for task in self.book.running.values():
             task.started = now
 
-    def _start(self, generator: str, frames: list[Buffer], now: float) -> Assignment:
+    def _start(self, generator: str, frames: list[Buffer], now: float) -> TaskEntry:
         task = self.book.start(generator, now)
         seed = task_seed(self.config.run.seed, "train", self.config.prompt_of(task.ordinal))
         turns = self.book.turns(task.ordinal)
         frames += [part for turn in turns for part in turn]
-        return Assignment(task.ordinal, task.attempt, seed, "train", len(turns))
+        return TaskEntry(task.ordinal, task.attempt, seed, "train", len(turns))
 
-    def _send(self, generator: str, tasks: list[Assignment], frames: list[Buffer]) -> None:
+    def _send(self, generator: str, tasks: list[TaskEntry], frames: list[Buffer]) -> None:
         if tasks:
             self.outbox.push(Address("generator", generator), Tasks(tuple(tasks), frames=tuple(frames)))
 
