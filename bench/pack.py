@@ -17,7 +17,7 @@ import numpy as np
 from common import agentic_lengths, median, reasoning_lengths, report, seconds
 
 from sao import pack, plan
-from sao.measure.kernels import evenness
+from sao.measure.parts import evenness
 
 RANKS = 8
 

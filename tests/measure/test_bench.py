@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from sao import measure as bench
 from sao.cli import app
 from sao.errors import ValidationError
-from sao.measure.kernels import evenness
 from sao.measure.measure import Row, shown_rate, shown_time
+from sao.measure.parts import evenness
 
 
 @pytest.mark.parametrize("topic", ["pack", "wire", "ledger", "transport"])

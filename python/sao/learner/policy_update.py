@@ -1,6 +1,6 @@
 """The policy's part of a step: one update (several for PPO) on the sum of token losses, divided once.
 
-    policy <- one optimizer step on  -sum f(r) adv log pi / action tokens of the batch        (SAO; `algorithms.policy_loss`)
+    policy <- one optimizer step on  -sum f(r) adv log pi / action tokens of the batch  (SAO; `algorithms.policy_loss`)
 
 A token older than `max_lag` has no policy gradient but stays in the denominator.
 """

@@ -8,15 +8,8 @@ from importlib import import_module
 from sao.errors import ValidationError
 from sao.measure.measure import Row
 
-_TOPICS = {
-    "buffer": "sao.measure.buffers",
-    "pack": "sao.measure.kernels",
-    "advantage": "sao.measure.kernels",
-    "wire": "sao.measure.files",
-    "ledger": "sao.measure.files",
-    "transport": "sao.measure.processes",
-    "weights": "sao.measure.weights",
-}
+_TOPICS = {name: "sao.measure.parts" for name in ("buffer", "pack", "advantage", "wire", "ledger", "weights")}
+_TOPICS["transport"] = "sao.measure.processes"
 TOPICS = tuple(_TOPICS)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-PACKAGES = (
+PACKAGES = [
     "sao",
     "numpy",
     "torch",
@@ -26,7 +26,7 @@ PACKAGES = (
     "id-echo",
     "faster-fifo",
     "ray",
-)
+]
 
 
 @dataclass(frozen=True)
