@@ -24,7 +24,7 @@ HEAD_S: Final = 30.0  # for the head of a request to arrive as a whole; the firs
 IDLE_S: Final = 300.0  # a connection may be kept without a request
 MAX_CONNECTIONS: Final = 4096  # and not more than half of the files that this process may open
 _LINGER_S: Final = 1.0  # who is refused can read why
-_LOG_S: Final = 10.0  # at most so often the log says that somebody was refused
+_LOG_S: Final = 10.0  # between two warnings in the log that connections were refused
 _MAX_LINGERING: Final = 64  # so many; the others are cut off, for their descriptors count as well
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@
     POST /v1/sessions/reward {"reward": 1.0}   key: the session's reward key
     POST /v1/sessions/close {"failure": "..."} key: the session's reward key; ends a session that was opened here
 
-Keys are bearer tokens and compared in constant time. The server listens on loopback unless the run says otherwise.
+Keys are bearer tokens and compared in constant time. The server listens on loopback unless it is configured otherwise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sao.errors import ConfigError, EnvironmentFailure
 
 MAX_BODY_BYTES = 16 << 20
 READ_S = 30.0  # for a body to arrive as a whole
-KEEP_ALIVE_S = 10.0  # a stream says so often that it is still there
+KEEP_ALIVE_S = 10.0  # between two signs of life in a stream
 MAX_WAIT_S = 60.0
 
 
@@ -171,7 +171,7 @@ class AgentServer:
         return web.json_response({"id": session.recorder.session})
 
     def _find(self, request: web.Request, sessions: dict[str, AgentSession]) -> AgentSession:
-        session = sessions.get(_key(request))  # keys are random: what a look-up takes tells nothing of them
+        session = sessions.get(_key(request))  # keys are random: the time of a look-up reveals nothing of them
         if session is None:
             raise ApiError(401, "the key is that of no open session", code="invalid_api_key")
         return session

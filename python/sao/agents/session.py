@@ -37,7 +37,7 @@ class ApiError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What was sampled for a call. finish_reason: stop or length."""
+    """The sampled turn that answers a call. finish_reason: stop or length."""
 
     text: str
     finish_reason: str

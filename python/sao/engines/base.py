@@ -46,7 +46,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """What was sampled.
+    """The sampled tokens of one request.
 
     token_ids: int32[m], the stop token included when it was sampled.
     logprobs: float32[m], natural logarithm, under logits / temperature (temperature 0: of the unscaled logits).

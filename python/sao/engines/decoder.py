@@ -9,21 +9,82 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import Cache
 
 from sao.engines.base import Completion, Request, StopReason, no_tokens, spans_of
 from sao.engines.sampling import sample, uniforms
 from sao.engines.seeds import derive_seed
-from sao.engines.slots import SlotCache
-from sao.errors import EngineError, WeightsError
+from sao.errors import EngineError
+from sao.transport import weights
 
 _READ_STEP = 16  # the length attention reads is rounded up to this
 _PREFILL_SHARE = 4  # prefill as soon as its rows are 1 in so many of those that decode
 _PREFILL_WAIT = 3  # decode steps that a lone prefill may be held back for others to join
 
 Ended = tuple[Request, Completion | EngineError]
+
+
+class SlotCache(Cache):
+    """The key/value cache of the decoder: one preallocated row (slot) per session.
+
+    Keys and values of all layers, each [slots, context + 1, kv heads, head dim] (heads inside positions, so that a
+    token's keys are one contiguous row). Position `context` takes what padding writes and is never read. The model
+    calls `update` once a layer; `aim` has set before which rows the batch stands for and where their new tokens go, so
+    nothing is moved when sessions come and go. Memory is reserved but not touched until used.
+    """
+
+    def __init__(self, slots: int, context: int) -> None:
+        super().__init__(layers=[])
+        self.slots = slots
+        self.context = context
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+        self._rows: torch.Tensor | int = 0
+        self._write = torch.empty(0, dtype=torch.int64)
+        self._read = 0
+
+    def aim(self, rows: torch.Tensor | int, write: torch.Tensor, read: int) -> None:
+        """Sets what the next forward pass is about.
+
+        rows: int64[b], the slot of each batch row, or a number b: the slots 0..b-1 (read without a copy).
+        write: int64[b * t], slot * (context + 1) + position of each new token.
+        read: positions 0..read-1 are what attention sees.
+        """
+        self._rows, self._write, self._read = rows, write, read
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores keys and values [b, kv heads, t, head dim]; returns those to see, [b, kv heads, read, head dim]."""
+        while len(self._keys) <= layer_idx:
+            self._keys.append(self._allocate(key_states))
+            self._values.append(self._allocate(value_states))
+        return self._swap(self._keys[layer_idx], key_states), self._swap(self._values[layer_idx], value_states)
+
+    def clear(self) -> None:
+        """Zeroes everything: a NaN that a broken version left behind would reach others through 0 x NaN."""
+        with torch.inference_mode():  # the tensors were made in it
+            for tensor in (*self._keys, *self._values):
+                tensor.zero_()
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: positions and mask are always given to the model, nothing is derived from the cache."""
+        return 0
+
+    def _allocate(self, states: torch.Tensor) -> torch.Tensor:
+        _, heads, _, size = states.shape
+        return torch.zeros(self.slots, self.context + 1, heads, size, dtype=states.dtype, device=states.device)
+
+    def _swap(self, store: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        heads, size = store.shape[2:]
+        store.view(-1, heads, size).index_copy_(0, self._write, states.transpose(1, 2).reshape(-1, heads, size))
+        if isinstance(self._rows, int):
+            return store[: self._rows, : self._read].transpose(1, 2)
+        return store[:, : self._read].index_select(0, self._rows).transpose(1, 2)
 
 
 class Decoder:
@@ -76,28 +137,12 @@ class Decoder:
     def set_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Copies the tensors into the model and drops all cached keys and values; further tokens carry this version.
 
-        Names must be those of `weights_of` the model (a tied parameter may come under one or all of its names).
-        Raises `WeightsError` before anything is changed when a name is missing or unknown or a shape differs.
+        Names are those of `weights_of` the model. Raises `WeightsError` before anything is changed (see `weights.fit`).
         """
         wanted = weights_of(self.model)
-        known = self.model.state_dict(keep_vars=True)
-        owner = {id(tensor): name for name, tensor in wanted.items()}
-        found: dict[str, torch.Tensor] = {}
-        for name, tensor in tensors.items():
-            if name not in known:
-                raise WeightsError(f"weights of version {version}: {name}: the model has no such parameter")
-            if tensor.shape != known[name].shape or tensor.is_floating_point() != known[name].is_floating_point():
-                raise WeightsError(
-                    f"weights of version {version}: {name}: {tensor.dtype} {list(tensor.shape)}, "
-                    f"expected {known[name].dtype} {list(known[name].shape)} or another width of it"
-                )
-            first = owner[id(known[name])]
-            if first in found and not torch.equal(found[first], tensor):
-                raise WeightsError(f"weights of version {version}: {name}: differs from {first}, but they are tied")
-            found[first] = tensor
-        missing = sorted(wanted.keys() - found.keys())
-        if missing:
-            raise WeightsError(f"weights of version {version}: {len(missing)} missing, first: {missing[0]}")
+        first = {id(tensor): name for name, tensor in wanted.items()}
+        names = {name: first[id(tensor)] for name, tensor in self.model.state_dict(keep_vars=True).items()}
+        found = weights.fit(version, tensors, wanted, {name: one for name, one in names.items() if name != one})
         with torch.no_grad():
             for name, tensor in wanted.items():
                 tensor.copy_(found[name])

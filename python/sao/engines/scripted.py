@@ -16,7 +16,7 @@ from sao.transport.reference import WeightsRef
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the script answers to one request; the lengths may disagree on purpose.
+    """The script's answer to one request; the lengths may disagree on purpose.
 
     versions: one per token; None: the engine's present version. delay_s: before the answer. error: raised instead.
     """

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Literal
 
 import torch
@@ -75,9 +76,7 @@ class TorchEngine(Engine):
         self._compute_s = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._wake = threading.Condition()
-        self._inbox: list[Callable[[], None]] = []
-        self._ending = False
+        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: the end
         self._answers: dict[Hashable, asyncio.Future[Any]] = {}  # of requests and of other calls
 
     @property
@@ -88,7 +87,7 @@ class TorchEngine(Engine):
     async def release(self, session: str) -> None:
         """See `Engine`. Returns at once; the slot is free before the next step."""
         if self._decoder is not None:
-            self._post(partial(self._decoder.release, session))
+            self._inbox.put(partial(self._decoder.release, session))
 
     def stats(self) -> EngineStats:
         """See `Engine`. busy_s: time in the model; tokens are counted as they are sampled."""
@@ -109,12 +108,12 @@ class TorchEngine(Engine):
         decoder, request = self._decoder, flight.request
         assert decoder is not None
         future = self._answers[request] = asyncio.get_running_loop().create_future()
-        self._post(partial(decoder.add, request))
+        self._inbox.put(partial(decoder.add, request))
         try:
             completion: Completion = await future
         except asyncio.CancelledError:
             self._answers.pop(request, None)
-            self._post(partial(decoder.abort, request))
+            self._inbox.put(partial(decoder.abort, request))
             raise
         return replace(completion, fingerprints=self._fingerprints_of(completion.version_spans))
 
@@ -126,18 +125,11 @@ class TorchEngine(Engine):
 
     async def _close(self) -> None:
         """Returns when the thread has ended (at most one step later)."""
-        with self._wake:
-            self._ending = True
-            self._wake.notify()
+        self._inbox.put(None)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
         self._decoder = None
         self._end(ClosedError("engine: closed while the request was in flight"))
-
-    def _post(self, call: Callable[[], None]) -> None:
-        with self._wake:
-            self._inbox.append(call)
-            self._wake.notify()
 
     def _in_thread(self, call: Callable[[], Any]) -> asyncio.Future[Any]:
         """The future result of a call in the engine's thread."""
@@ -150,7 +142,7 @@ class TorchEngine(Engine):
                 result = error
             self._reply(self._settle, [(call, result)])
 
-        self._post(answer)
+        self._inbox.put(answer)
         return future
 
     def _settle(self, outcomes: Sequence[Outcome]) -> None:
@@ -177,30 +169,22 @@ class TorchEngine(Engine):
         if self._threads is not None:
             torch.set_num_threads(self._threads)
         try:
-            while (calls := self._next()) is not None:
-                for call in calls:
-                    call()
+            while True:
                 decoder = self._decoder
-                if decoder is not None and decoder.busy:
-                    began = time.perf_counter()
-                    ended = decoder.step()
-                    self._compute_s += time.perf_counter() - began
-                    if ended:
-                        self._reply(self._settle, ended)
+                if decoder is None or not decoder.busy or not self._inbox.empty():
+                    if (call := self._inbox.get()) is None:
+                        return
+                    call()
+                    continue
+                began = time.perf_counter()
+                ended = decoder.step()
+                self._compute_s += time.perf_counter() - began
+                if ended:
+                    self._reply(self._settle, ended)
         except Exception as fault:
             error = EngineError(f"engine: {type(fault).__name__}: {fault}")
             error.__cause__ = fault
             self._reply(self._fail, error)
-
-    def _next(self) -> list[Callable[[], None]] | None:
-        """The calls that came; sleeps when there is nothing to do; None after `close`."""
-        with self._wake:
-            while not (self._ending or self._inbox or (self._decoder and self._decoder.busy)):
-                self._wake.wait()
-            if self._ending:
-                return None
-            calls, self._inbox = self._inbox, []
-            return calls
 
     def _load(self) -> tuple[Decoder, str]:
         model = load_model(self._path, self._dtype)

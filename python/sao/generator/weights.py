@@ -85,7 +85,7 @@ class Arrivals:
     async def local(self, ref: WeightsRef) -> WeightsRef:
         """A reference to the same weights in a file of this host; pulled unless it is here already.
 
-        Raises `WeightsError` that says what was waited for; the file of the version before stays.
+        Raises `WeightsError` that names what was waited for; the file of the version before stays.
         """
         if not ref.source or Path(ref.path).exists():
             return ref

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import structs
 
@@ -65,27 +65,15 @@ _BACKLOG = 1000  # unanswered messages beyond which no more statistics are sent
 log = logging.getLogger(__name__)
 
 
-class ClientFactory(Protocol):
-    """Makes the connection to the broker; `Client` itself, or a double in tests."""
-
-    def __call__(
-        self,
-        *,
-        on_push: Callable[[Message], None],
-        on_lost: Callable[[Error], None],
-        on_greet: Callable[[Hello], Hello],
-        on_rejoin: Callable[[Welcome], None],
-    ) -> Client: ...
-
-
 class Generator:
-    """Plays tasks for the broker until it is stopped. `player` is not yet started.
+    """Plays tasks for the broker until it is stopped.
 
+    player: not yet started. connect: makes the connection to the broker, given the four callbacks of a `Client`.
     The player's seed comes from `derive_seed(run seed, name, incarnation)`: restarted and parallel generators never
     repeat one another's draws.
     """
 
-    def __init__(self, player: Player, connect: ClientFactory, arrivals: Arrivals | None = None) -> None:
+    def __init__(self, player: Player, connect: Callable[..., Client], arrivals: Arrivals | None = None) -> None:
         config = player.config
         self.config, self.player, self.engine = config, player, player.engine
         self._connect = connect
@@ -281,7 +269,7 @@ class Generator:
             self._weights.announce(welcome.weights)
 
     def _greet(self, hello: Hello) -> Hello:
-        """Adds what a broker should know that may not have been there when the episodes began."""
+        """Adds the rollouts in flight, which a broker that was started anew does not know."""
         tasks = tuple((ordinal, attempt) for split, ordinal, attempt in list(self._episodes) if split == "train")
         return structs.replace(hello, tasks=tasks)
 

@@ -4,13 +4,14 @@ Ids that were sampled are never encoded again. What follows an assistant turn (i
 the next assistant turn) is computed apart: a short conversation with a dummy assistant turn is rendered, and what the
 template puts behind the dummy is encoded by itself. That is exact if the template renders earlier turns the same way
 whatever follows, and if an assistant turn ends in a special token, at which every tokenizer splits. Both are checked
-at the start; a template that fails (one that drops earlier reasoning, say) is refused with the reason.
+at the start; a template that fails, such as one that drops earlier reasoning, is refused with the reason.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,9 @@ class Renderer:
             raise ConfigError(f"model.path: {model_path}: the tokenizer has no chat template")
         added = self._tokenizer.added_tokens_decoder
         self._special = {token.content: index for index, token in added.items() if token.special}
-        self._cache: dict[Any, np.ndarray] = {}
+        # Environments repeat themselves; rendering costs a few hundred microseconds.
+        self._initial = lru_cache(_CACHED)(self.conversation)
+        self._then = lru_cache(_CACHED)(lambda messages: self._encode(self._behind_dummy(messages)))
         self.vocab_size = len(self._tokenizer)
         self._head = self._text([_OPENING], prompt=True)
         try:
@@ -56,10 +59,10 @@ class Renderer:
 
     def initial(self, messages: Sequence[Message]) -> np.ndarray:
         """int32[n]: a conversation and the start of the assistant turn. Raises `EnvironmentFailure("bad_messages")`."""
-        return self._cached(("initial", tuple(messages)), lambda: self._encode(self._text(messages, prompt=True)))
+        return self._initial(tuple(messages))
 
     def conversation(self, messages: Sequence[Message]) -> np.ndarray:
-        """The same as `initial`, for what does not come a second time: nothing of it is kept in memory."""
+        """The same as `initial`, for what does not come a second time: it is not kept in memory."""
         return self._encode(self._text(messages, prompt=True))
 
     def observation(self, messages: Sequence[Message], last_id: int | None) -> np.ndarray:
@@ -69,7 +72,7 @@ class Renderer:
         repeated; else (the turn was cut by its length, or ended by another stop token) it is here, as context.
         Raises `EnvironmentFailure("bad_messages")` when the template refuses these messages.
         """
-        ids = self._cached(("then", tuple(messages)), lambda: self._encode(self._behind_dummy(messages)))
+        ids = self._then(tuple(messages))
         return ids[1:] if last_id == self._end_of_turn else ids
 
     def cut(self, messages: Sequence[Message], last_id: int | None, limit: int) -> tuple[Message, ...] | None:
@@ -149,15 +152,6 @@ class Renderer:
         ids = np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
         ids.flags.writeable = False
         return ids
-
-    def _cached(self, key: Any, make: Any) -> np.ndarray:
-        """Environments repeat themselves; rendering costs a few hundred microseconds."""
-        found = self._cache.get(key)
-        if found is None:
-            if len(self._cache) >= _CACHED:
-                self._cache.clear()
-            found = self._cache[key] = make()
-        return found
 
 
 def _generation_ends(folder: Path) -> list[int]:

@@ -32,7 +32,7 @@ _PROBE = "a"
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A text and the name under which a trajectory says that it was used."""
+    """A text, and its name in the metadata of trajectories that were made with it."""
 
     name: str
     text: str
@@ -62,7 +62,7 @@ def templates(config: Config) -> tuple[Template, Template]:
 
 
 class Compactor:
-    """What all episodes of a generator share: templates, lengths and the fixed summariser, if there is one.
+    """The parts of compaction that all episodes share: templates, lengths and the fixed summariser, if there is one.
 
     request_tokens: what the summary request adds to a window. threshold_tokens: T of equation 7.
     Raises `ConfigError` when the lengths in `[compaction]` leave no room for the request, or a template is not usable.
@@ -205,7 +205,7 @@ class Compaction:
 
 
 def visible(text: str, reasons_first: bool = False) -> str:
-    """What of a turn is meant to be read: what stands behind its reasoning.
+    """The part of a turn that is meant to be read: the text behind its reasoning.
 
     `reasons_first`: the turn began inside `<think>`. Reasoning that never ends leaves nothing.
     """

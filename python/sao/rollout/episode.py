@@ -1,6 +1,6 @@
 """One rollout: the policy and an environment take turns until one of them, or a limit, ends it.
 
-What becomes of it is one of three things, never a mixture. *finished*: the environment said so, with a reward.
+It ends in one of three ways, never a mixture. *finished*: the environment is done and gave a reward.
 *truncated*: out of turns ("max_turns"), of context ("context") or of time ("time_limit"); the environment gave no final
 reward, so the rollout keeps the rewards of its turns and gets 0 (or the nearest number in the environment's range) for
 its end. *failed*: an exception with a reason code; a failure has no reward at all.

@@ -45,7 +45,7 @@ class Assignment:
 
 
 class Recorder:
-    """The record of one assignment while it is played; also of a failure, which still says what it had cost.
+    """The record of one assignment while it is played; also when it fails: the tokens that a failure cost are counted.
 
     sampling_seed: every request gets a seed derived from it and the assignment; None: the engine's own stream.
     send: takes each turn that is over (see `sao.rollout.turns`); None: they are not kept.

@@ -20,7 +20,7 @@ from sao.errors import WeightsError
 from sao.storage.failpoints import failpoint
 from sao.transport.reference import WeightsRef
 
-__all__ = ["WeightsRef", "fingerprint", "load", "publish"]
+__all__ = ["WeightsRef", "fingerprint", "fit", "load", "publish"]
 _PREFIX, _SUFFIX = "weights-", ".safetensors"
 _THREADED_BYTES = 1 << 25  # below this, starting threads costs more than they save
 
@@ -96,6 +96,32 @@ def load(ref: WeightsRef) -> dict[str, torch.Tensor]:
     if found != ref.fingerprint:
         raise WeightsError(f"{ref.path}: fingerprint {found}, expected {ref.fingerprint} for version {ref.version}")
     return tensors
+
+
+def fit(
+    version: int, tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], tied: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
+    """The tensors of an update by the names in `wanted`, of a model that they fit: all of them, of the same shapes.
+
+    wanted: types and shapes, perhaps on the meta device. tied: further name -> the name in `wanted` of the same tensor;
+    it may come under one or all of its names. Raises `WeightsError` that names the first fault.
+    """
+    who = f"weights of version {version}"
+    found = {name: tensor for name, tensor in tensors.items() if name not in tied}
+    for name in tied.keys() & tensors.keys():
+        if not torch.equal(found.setdefault(tied[name], tensors[name]), tensors[name]):
+            raise WeightsError(f"{who}: {name}: differs from {tied[name]}, but they are tied")
+    for names, what in ((wanted.keys() - found.keys(), "missing"), (found.keys() - wanted.keys(), "unknown")):
+        if names:
+            raise WeightsError(f"{who}: {len(names)} {what}, first: {min(names)}")
+    for name, tensor in found.items():
+        model = wanted[name]
+        if tensor.shape != model.shape or tensor.is_floating_point() != model.is_floating_point():
+            kind = "floats" if model.is_floating_point() else model.dtype
+            raise WeightsError(
+                f"{who}: {name}: {tensor.dtype}{list(tensor.shape)}, expected {kind} {list(model.shape)}"
+            )
+    return found
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

@@ -43,7 +43,7 @@ def adapter_request(ref: WeightsRef, *, replace: bool) -> Any:
 
 
 def engine_arguments(rank: int) -> dict[str, Any]:
-    """What vLLM has to be started with for adapters of at most this rank; it knows certain sizes only."""
+    """The arguments with which vLLM takes adapters of at most this rank; it knows certain sizes only."""
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next((s for s in _RANKS if s >= rank), rank)}
 
 

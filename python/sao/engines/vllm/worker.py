@@ -1,4 +1,4 @@
-"""What runs inside vLLM's own process: a weight-transfer backend that reads published safetensors files.
+"""The weight-transfer backend inside vLLM's own process: it reads published safetensors files.
 
 vLLM imports this module by name (`worker_extension_cls`), which registers the backend "sao" with its factory. vLLM's
 three steps map onto a transaction:
@@ -17,6 +17,7 @@ import gc
 import logging
 import os
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,6 @@ from sao.transport.weights import WeightsRef
 
 PROBED_COLUMNS = 8
 
-Shapes = dict[str, tuple[int, ...]]
-
 
 @dataclass
 class NoInit(WeightTransferInitInfo):
@@ -74,12 +73,14 @@ class FileWeightTransfer(WeightTransferEngine[NoInit, FileUpdate]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        die_with_generator()
+        parent_death.watch(int(os.environ[PARENT_VARIABLE]), _end)
         folder = Path(self.model_config.model)
         self._tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
         dtype: Any = self.model_config.dtype  # resolved by now
-        initial = _untie(_read_folder(folder, dtype), self._tied)
-        self._shapes: Shapes = {name: tuple(tensor.shape) for name, tensor in initial.items()}
+        tensors = _read_folder(folder, dtype)
+        second = _tied(tensors) if self._tied else {}
+        initial = {name: tensor for name, tensor in tensors.items() if name not in second}
+        self._wanted = {name: tensor.to("meta") for name, tensor in initial.items()}
         self._staged: tuple[WeightsRef, dict[str, torch.Tensor]] | None = None
         self.report: dict[str, Any] = {"version": 0, "fingerprint": weights.fingerprint(initial), "probed": 0}
 
@@ -97,9 +98,8 @@ class FileWeightTransfer(WeightTransferEngine[NoInit, FileUpdate]):
     def receive_weights(self, update_info: FileUpdate) -> None:
         """Raises `WeightsError` when fingerprint, names, types or shapes differ; nothing has changed then."""
         ref = WeightsRef(update_info.version, update_info.path, update_info.fingerprint)
-        tensors = _untie(weights.load(ref), self._tied)
-        _check(ref, tensors, self._shapes)
-        self._staged = ref, tensors
+        tensors = weights.load(ref)
+        self._staged = ref, weights.fit(ref.version, tensors, self._wanted, _tied(tensors) if self._tied else {})
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
@@ -149,7 +149,7 @@ def probe(model: torch.nn.Module, tensors: dict[str, torch.Tensor], seed: int) -
     tensors: checkpoint name -> full tensor (no tensor parallelism). A linear layer is fed unit vectors, so its outputs
     are columns of its weight without any rounding: also a change in the last bit of a weight shows, and a kernel that
     still computes with a packed copy of the old weights is found. All other parameters are compared directly. Layers
-    whose checkpoint names cannot be told, and quantized ones, are passed over.
+    whose checkpoint names are not known, and quantized ones, are passed over.
     Raises `WeightsError` that names the layer.
     """
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
@@ -196,27 +196,10 @@ def _same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
         raise WeightsError(f"{name}: computes with other weights than the update brought")
 
 
-def _check(ref: WeightsRef, tensors: dict[str, torch.Tensor], shapes: Shapes) -> None:
-    who = f"weights of version {ref.version}"
-    for names, what in ((shapes.keys() - tensors.keys(), "missing"), (tensors.keys() - shapes.keys(), "unknown")):
-        if names:
-            raise WeightsError(f"{who}: {len(names)} {what}, first: {min(names)}")
-    for name, tensor in tensors.items():
-        if tuple(tensor.shape) != shapes[name] or not tensor.is_floating_point():
-            raise WeightsError(
-                f"{who}: {name}: {tensor.dtype}{list(tensor.shape)}, expected floats {list(shapes[name])}"
-            )
-
-
-def _untie(tensors: dict[str, torch.Tensor], tied: bool) -> dict[str, torch.Tensor]:
-    """Without the second name of a tied embedding. Raises `WeightsError` when the two differ."""
-    head = next((name for name in tensors if name.endswith("lm_head.weight")), None)
-    if not tied or head is None:
-        return tensors
-    embedding = next((name for name in tensors if name.endswith("embed_tokens.weight")), None)
-    if embedding is None or not torch.equal(tensors[head], tensors[embedding]):
-        raise WeightsError(f"{head}: differs from {embedding}, but they are tied")
-    return {name: tensor for name, tensor in tensors.items() if name != head}
+def _tied(names: Collection[str]) -> dict[str, str]:
+    """The second name of a tied embedding -> the first."""
+    first = next((name for name in names if name.endswith("embed_tokens.weight")), "")
+    return {name: first for name in names if name.endswith("lm_head.weight")}
 
 
 def _read_folder(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -228,16 +211,8 @@ def _read_folder(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def die_with_generator() -> None:
-    """Ends this process, and removes the engine's private folder, as soon as the generator process is gone.
-
-    vLLM ends its processes when it is shut down in order; this covers a generator that was killed.
-    """
-    if parent := os.environ.get(PARENT_VARIABLE):
-        parent_death.watch(int(parent), _end)
-
-
 def _end() -> None:
+    """Ends this process whose generator was killed; in order, vLLM ends its processes itself."""
     folder = Path(os.environ.get(FOLDER_VARIABLE, ""))
     if folder.name.startswith(FOLDER_PREFIX):
         shutil.rmtree(folder, ignore_errors=True)
