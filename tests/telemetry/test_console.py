@@ -8,7 +8,7 @@ from pathlib import Path
 def test_a_full_disk_under_the_output_is_told_once_and_the_program_goes_on(tmp_path):
     done = tmp_path / "done"
     code = (
-        "from pathlib import Path; from sao.telemetry.console import SteadyConsole; console = SteadyConsole();"
+        "from pathlib import Path; from sao.telemetry.live import SteadyConsole; console = SteadyConsole();"
         f"[console.print('step') for _ in range(3)]; Path({str(done)!r}).touch()"
     )
     with Path("/dev/full").open("w") as full:

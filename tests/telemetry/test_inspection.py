@@ -132,12 +132,11 @@ def test_tokens_are_coloured_by_what_is_asked(run: Path, colour: str, expected: 
 def test_styles_of_the_tokens(run: Path) -> None:
     recorded = inspection.read_step(step_path(run / "trajectories", 4))
     _, item = inspection._all(recorded)
-    segment, start = item.trajectory.segments[0], item.starts[0]
-    assert start == 5
+    segment, numbers, start = item.trajectory.segments[0], item.numbers[0], 5  # after another trajectory's tokens
     at = np.flatnonzero(segment.action_mask)
 
     def styles(colour: str) -> list[str]:
-        found = inspection._styles(recorded, segment, start, colour, 1.0)
+        found = inspection._styles(segment, numbers, colour, 1.0, recorded.meta["algorithm"])
         assert all(found[k] == inspection.CONTEXT_STYLE for k in range(len(found)) if k not in at)
         return [found[k] for k in at]
 

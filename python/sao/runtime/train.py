@@ -22,7 +22,7 @@ from sao.runtime.resume import Resume
 from sao.runtime.supervisor import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Outcome, Supervisor
 from sao.storage import ownership
 from sao.telemetry import plot, sinks
-from sao.telemetry.console import SteadyConsole
+from sao.telemetry.live import SteadyConsole
 from sao.telemetry.monitor import Monitor
 
 

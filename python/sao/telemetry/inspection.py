@@ -1,4 +1,4 @@
-"""`sao inspect`: recorded trajectories as their segments, token by token, coloured by what happened to each.
+"""The view of `sao inspect`: recorded trajectories by segment, token by token, coloured by what happened to each.
 
 Reads what a run with `telemetry.keep_trajectories` left (`sao.telemetry.recording`). Token texts come from the
 tokenizer of the run's model folder, where both are still there; else token ids are shown.
@@ -7,10 +7,10 @@ tokenizer of the run's model folder, where both are still there; else token ids 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,13 +35,25 @@ LEGENDS = {
 }
 
 
+class Numbers(NamedTuple):
+    """Advantages and probability ratios of a segment's tokens, float64[n_tokens]; NaN where there is none."""
+
+    advantage: NDArray[np.float64]
+    ratio: NDArray[np.float64]
+
+
 @dataclass(frozen=True, eq=False)
 class Shown:
-    """One trajectory of a step: flat index of its first token, and its segments' starts."""
+    """One trajectory of a step, with the numbers of each segment (None: left out of training)."""
 
     index: int
     trajectory: Trajectory
-    starts: list[int | None]  # flat index of each segment's first token; None: left out of training
+    numbers: list[Numbers | None]
+
+    def finite(self, name: str) -> list[NDArray[np.float64]]:
+        """The finite numbers of this name at sampled tokens, one array a trained segment."""
+        parts = zip(self.trajectory.segments, self.numbers, strict=True)
+        return [_finite(getattr(numbers, name), segment) for segment, numbers in parts if numbers is not None]
 
 
 def find_step(path: Path, step: int | None = None) -> Path:
@@ -83,11 +95,28 @@ def _all(recorded: RecordedStep) -> Iterator[Shown]:
     offsets, firsts = recorded.arrays["segment_offsets"], recorded.arrays["trajectory_offsets"]
     summaries = bool(recorded.meta.get("compaction", {}).get("train_summaries", True))
     for index, trajectory in enumerate(recorded.trajectories()):
-        rows = iter(offsets[firsts[index] : firsts[index + 1]].tolist())
-        kept = [summaries or segment.kind != "summary" for segment in trajectory.segments]
-        if sum(kept) != firsts[index + 1] - firsts[index]:
-            raise ValidationError(f"trajectory {index}: {sum(kept)} segments, the arrays have another number")
-        yield Shown(index, trajectory, [next(rows) if keep else None for keep in kept])
+        starts = iter(offsets[firsts[index] : firsts[index + 1]].tolist())
+        trained = [summaries or segment.kind != "summary" for segment in trajectory.segments]
+        if sum(trained) != firsts[index + 1] - firsts[index]:
+            raise ValidationError(f"trajectory {index}: {sum(trained)} segments, the arrays have another number")
+        sizes = [segment.n_tokens for segment in trajectory.segments]
+        numbers = [
+            _numbers(recorded, next(starts), size) if kept else None for size, kept in zip(sizes, trained, strict=True)
+        ]
+        yield Shown(index, trajectory, numbers)
+
+
+def _numbers(recorded: RecordedStep, start: int, size: int) -> Numbers:
+    def part(name: str) -> NDArray[np.float64]:
+        found = recorded.arrays.get(name)
+        return np.full(size, np.nan) if found is None else found[start : start + size].astype(np.float64)
+
+    log_ratio = part("logprobs") - part("rollout_logprobs")
+    return Numbers(part("advantages"), np.exp(np.clip(log_ratio, -20, 20)))
+
+
+def _finite(values: NDArray[np.float64], segment: Segment) -> NDArray[np.float64]:
+    return values[segment.action_mask & np.isfinite(values)]
 
 
 def _choose(shown: list[Shown], wanted: str) -> Shown:
@@ -113,7 +142,7 @@ def _overview(recorded: RecordedStep, shown: list[Shown]) -> Table:
         summaries = sum(segment.kind == "summary" for segment in it.segments)
         kinds = f"{len(it.segments) - summaries}+{summaries}"
         end = it.termination.reason or it.termination.kind
-        advantage, ratio = (_mean(recorded, item, pick) for pick in (_advantages, _ratios))
+        advantage, ratio = (_mean(item.finite(name)) for name in Numbers._fields)
         versions = f"{it.min_version}..{it.max_version}"
         reward = "-" if it.reward is None else f"{it.reward:g}"
         cells = (item.index, it.id.hex()[:8], it.task_ordinal, end, reward, kinds, it.n_tokens, it.n_actions, versions)
@@ -121,28 +150,8 @@ def _overview(recorded: RecordedStep, shown: list[Shown]) -> Table:
     return table
 
 
-Pick = Callable[[RecordedStep, slice], NDArray[np.float64]]
-
-
-def _advantages(recorded: RecordedStep, part: slice) -> NDArray[np.float64]:
-    found = recorded.arrays.get("advantages")
-    size = part.stop - part.start
-    return np.full(size, np.nan) if found is None else found[part].astype(np.float64)
-
-
-def _ratios(recorded: RecordedStep, part: slice) -> NDArray[np.float64]:
-    now, then = recorded.arrays["logprobs"][part], recorded.arrays["rollout_logprobs"][part]
-    return np.exp(np.clip(now.astype(np.float64) - then.astype(np.float64), -20, 20))
-
-
-def _mean(recorded: RecordedStep, item: Shown, pick: Pick) -> str:
-    found = [
-        pick(recorded, slice(start, start + segment.n_tokens))[segment.action_mask]
-        for segment, start in zip(item.trajectory.segments, item.starts, strict=True)
-        if start is not None
-    ]
-    values = np.concatenate(found) if found else np.zeros(0)
-    values = values[np.isfinite(values)]
+def _mean(parts: list[NDArray[np.float64]]) -> str:
+    values = np.concatenate([np.zeros(0), *parts])
     return f"{values.mean():.3f}" if values.size else "-"
 
 
@@ -156,61 +165,47 @@ def _segments(
     head.append("".join(f"{key} {value}  " for key, value in it.metadata.items()) + "\n", "dim")
     head.append(LEGENDS[colour] if colours else f"{OPEN}sampled by the policy{CLOSE}", "dim italic")
     yield head
-    largest = max((_largest(recorded, it, item.starts)), 1e-12)
-    for number, (segment, start) in enumerate(zip(it.segments, item.starts, strict=True)):
-        yield _title(recorded, segment, start, number, len(it.segments))
-        styles = _styles(recorded, segment, start, colour, largest)
+    largest = max((float(np.abs(part).max(initial=0.0)) for part in item.finite("advantage")), default=0.0)
+    for number, (segment, numbers) in enumerate(zip(it.segments, item.numbers, strict=True)):
+        yield _title(segment, numbers, f"segment {number} of {len(it.segments)}")
+        styles = _styles(segment, numbers, colour, largest, recorded.meta.get("algorithm", {}))
         yield _tokens(segment, styles, texts, colours)
 
 
-def _title(recorded: RecordedStep, segment: Segment, start: int | None, number: int, count: int) -> Text:
-    title = Text(f"\n── segment {number} of {count}: {segment.kind}, {segment.n_tokens} tokens, ", "bold")
+def _title(segment: Segment, numbers: Numbers | None, name: str) -> Text:
+    title = Text(f"\n── {name}: {segment.kind}, {segment.n_tokens} tokens, ", "bold")
     versions = sorted({int(v) for v in segment.version_spans[:, 2]})
     title.append(f"{segment.n_actions} sampled by version {', '.join(map(str, versions))}")
-    if start is None:
+    if numbers is None:
         return title.append(", left out of training", "yellow")
-    part = slice(start, start + segment.n_tokens)
-    for name, pick in (("advantage", _advantages), ("ratio", _ratios)):
-        values = pick(recorded, part)[segment.action_mask]
-        values = values[np.isfinite(values)]
+    for what, found in numbers._asdict().items():
+        values = _finite(found, segment)
         if values.size:
-            title.append(f", {name} {values.mean():.3f} [{values.min():.3f}, {values.max():.3f}]")
+            title.append(f", {what} {values.mean():.3f} [{values.min():.3f}, {values.max():.3f}]")
     return title
 
 
-def _largest(recorded: RecordedStep, it: Trajectory, starts: list[int | None]) -> float:
-    parts = [slice(s, s + g.n_tokens) for g, s in zip(it.segments, starts, strict=True) if s is not None]
-    return max((float(np.nanmax(np.abs(_advantages(recorded, part)), initial=0.0)) for part in parts), default=0.0)
-
-
-def _styles(recorded: RecordedStep, segment: Segment, start: int | None, colour: str, largest: float) -> list[str]:
-    """A rich style for each token of the segment."""
-    part = None if start is None else slice(start, start + segment.n_tokens)
-    advantages = None if part is None else _advantages(recorded, part)
-    ratios = np.full(segment.n_tokens, np.nan) if part is None else _ratios(recorded, part)
-    versions = np.zeros(segment.n_tokens, np.int64)
-    for first, stop, version in segment.version_spans.tolist():
-        versions[first:stop] = version
-    rules = recorded.meta.get("algorithm", {})
-    low, high = 1 - rules.get("eps_low", 1.0), 1 + rules.get("eps_high", np.inf)
-    styles = []
-    for at in range(segment.n_tokens):
-        ratio = ratios[at]
-        inside = bool(low < ratio < high)
-        if not segment.action_mask[at]:
-            styles.append(CONTEXT_STYLE)
-        elif colour == "version":
-            styles.append(VERSIONS[int(versions[at]) % len(VERSIONS)])
-        elif colour == "ratio":
-            styles.append("yellow" if np.isnan(ratio) else "green" if inside else "bold red")
-        elif colour == "advantage" and advantages is not None:
-            weight = "bold " if abs(advantages[at]) > largest / 2 else ""
-            styles.append(f"{weight}{'green' if advantages[at] > 0 else 'red' if advantages[at] < 0 else 'white'}")
-        elif not inside:
-            styles.append("yellow")
-        else:
-            styles.append("magenta" if segment.kind == "summary" else "green")
-    return styles
+def _styles(
+    segment: Segment, numbers: Numbers | None, colour: str, largest: float, rules: Mapping[str, Any]
+) -> list[str]:
+    """A rich style for each token. largest: advantage of the trajectory; rules: of the algorithm, with its band."""
+    unknown = np.full(segment.n_tokens, np.nan)
+    advantages, ratios = numbers or Numbers(unknown, unknown)
+    inside = (1 - rules.get("eps_low", 1.0) < ratios) & (ratios < 1 + rules.get("eps_high", np.inf))
+    if colour == "version":
+        versions = np.zeros(segment.n_tokens, np.int64)
+        for first, stop, version in segment.version_spans.tolist():
+            versions[first:stop] = version
+        styles = np.array(VERSIONS)[versions % len(VERSIONS)]
+    elif colour == "ratio":
+        styles = np.select([np.isnan(ratios), inside], ["yellow", "green"], "bold red")
+    elif colour == "advantage" and numbers is not None:
+        weights = np.where(np.abs(advantages) > largest / 2, "bold ", "")
+        styles = np.char.add(weights, np.select([advantages > 0, advantages < 0], ["green", "red"], "white"))
+    else:
+        styles = np.where(inside, "magenta" if segment.kind == "summary" else "green", "yellow")
+    found: list[str] = np.where(segment.action_mask, styles, CONTEXT_STYLE).tolist()
+    return found
 
 
 def _tokens(segment: Segment, styles: list[str], texts: Callable[[int], str] | None, colours: bool) -> Text:

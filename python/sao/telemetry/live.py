@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live table on a terminal, one line a step elsewhere.
+"""The view of a run while it goes on: a live table on a terminal, one line a step elsewhere.
 
 Colours carry meaning: green is as hoped, yellow is worth a look, red is wrong.
 """
@@ -6,9 +6,12 @@ Colours carry meaning: green is as hoped, yellow is worth a look, red is wrong.
 from __future__ import annotations
 
 import math
+import os
 import statistics
+import sys
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console, Group
@@ -30,6 +33,31 @@ RECENT = 32  # steps in the trend
 BARS = "▁▂▃▄▅▆▇█"
 STARTING = "starting: models load, first rollouts are sampled"
 STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
+
+
+class SteadyConsole(Console):
+    """A console whose reader may leave (`sao train run.toml | head`), and whose disk may be full: rich would end the
+    program; here it goes on without output, and a line on standard error says so once.
+    """
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich's."""
+        try:
+            super().print(*objects, **options)
+        except OSError as error:
+            self._silence(f"the output cannot be written any more ({error.strerror})")
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich in place of the error."""
+        self._silence("nobody reads the output any more")
+
+    def _silence(self, why: str) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # what is left in its buffer must not fail at exit
+        os.close(nowhere)
+        with suppress(OSError):
+            print(f"{why}; the run goes on, see its folder", file=sys.stderr, flush=True)
 
 
 class View:

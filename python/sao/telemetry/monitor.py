@@ -1,4 +1,4 @@
-"""The telemetry of a run in one object: every record goes to the files, to the trackers and to the person watching."""
+"""The monitor of a run: every record goes to the files, to the trackers and to the person who watches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sao.config import Config
 from sao.errors import ConfigError
 from sao.telemetry.live import View
 from sao.telemetry.prometheus import Prometheus
-from sao.telemetry.sinks import Fan, JsonLines, Record, Sink, TensorBoard, WandB, record
+from sao.telemetry.sinks import JsonLines, Sink, TensorBoard, WandB, record
 
 
 class Monitor:
@@ -23,19 +23,18 @@ class Monitor:
 
     def __init__(self, config: Config, run_folder: Path, console: Console) -> None:
         """Opens `metrics.jsonl` in the run folder and what `telemetry` asks for and is installed."""
-        sinks: list[Sink] = [JsonLines(run_folder / "metrics.jsonl")]
+        self.sinks: list[Sink] = [JsonLines(run_folder / "metrics.jsonl")]
         if config.telemetry.tensorboard and importlib.util.find_spec("tensorboard") is not None:
-            sinks.append(TensorBoard(run_folder / "tensorboard"))
+            self.sinks.append(TensorBoard(run_folder / "tensorboard"))
         if config.telemetry.wandb:
-            sinks.append(WandB(config.run.name, config.model_dump(mode="json"), run_folder))
+            self.sinks.append(WandB(config.run.name, config.model_dump(mode="json"), run_folder))
         self.warnings: list[str] = []  # what a user should be told once the run has begun
         port = config.telemetry.prometheus_port
         if port is not None:
             try:
-                sinks.append(Prometheus(port))
+                self.sinks.append(Prometheus(port))
             except ConfigError as error:  # somebody was faster since it was tried
                 self.warnings.append(f"{error}; not served")
-        self._sinks = Fan(sinks, self._sink_failed)
         self._view: View | None = None
         with suppress(OSError):  # nobody watches from the beginning
             self._view = View(config, console)
@@ -47,21 +46,29 @@ class Monitor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._with_view(lambda view: view.close())
-        self._sinks.close()
+        for sink in list(self.sinks):
+            self._with_sink(sink, lambda sink: sink.close())
 
     def report(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Takes what happened: `run`, `step`, `eval`, `event` or `end`."""
-        happened: Record = record(kind, fields)
-        self._sinks.write(happened)
+        happened = record(kind, fields)
+        for sink in list(self.sinks):
+            self._with_sink(sink, lambda sink: sink.write(happened))
         self._with_view(lambda view: view.show(happened))
 
     def tick(self) -> None:
         """Brings the live view's clock up to date."""
         self._with_view(lambda view: view.tick())
 
-    def _sink_failed(self, text: str) -> None:
-        happened = record("event", {"level": "warning", "text": text})
-        self._with_view(lambda view: view.show(happened))
+    def _with_sink(self, sink: Sink, act: Callable[[Sink], None]) -> None:
+        """A tracker's fault must not end a run: it is shown once, and that sink left out."""
+        try:
+            act(sink)
+        except Exception as error:
+            self.sinks.remove(sink)
+            text = f"{type(sink).__name__}: {error}; it gets no more records"
+            failed = record("event", {"level": "warning", "text": text})
+            self._with_view(lambda view: view.show(failed))
 
     def _with_view(self, act: Callable[[View], None]) -> None:
         """The terminal may be closed, or the reader of a pipe gone: then nobody watches, and the run goes on."""

@@ -1,4 +1,4 @@
-"""Where records go: one machine-readable file, TensorBoard, Weights & Biases.
+"""The sinks of records: one machine-readable file, TensorBoard, Weights & Biases.
 
 A record is a flat dict with `kind` (`run`, `resume`, `step`, `eval`, `event`, `end`) and `time_s` (Unix time); numbers
 are numbers, and what is not finite or not known is null. `docs/reference/metrics.md` lists the names.
@@ -112,31 +112,6 @@ def scalars(record: Record) -> dict[str, float]:
         for key, value in record.items()
         if key not in skipped and isinstance(value, int | float)
     }
-
-
-class Fan:
-    """Several sinks as one. A sink that fails is reported once to `on_failure` and left out; the others go on."""
-
-    def __init__(self, sinks: list[Sink], on_failure: Any) -> None:
-        self._sinks = list(sinks)
-        self._on_failure = on_failure
-
-    def write(self, record: Record) -> None:
-        """Hands the record to every sink."""
-        for sink in list(self._sinks):
-            try:
-                sink.write(record)
-            except Exception as error:  # a tracker's fault must not end a run
-                self._sinks.remove(sink)
-                self._on_failure(f"{type(sink).__name__}: {error}; it gets no more records")
-
-    def close(self) -> None:
-        """Closes every sink."""
-        for sink in self._sinks:
-            try:
-                sink.close()
-            except Exception as error:
-                self._on_failure(f"{type(sink).__name__}: {error}")
 
 
 def read(path: Path) -> list[Record]:
