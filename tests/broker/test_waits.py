@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 from broker.peers import Generator, Learner, Watcher, broker
-from broker.test_process import until
+from waiting import until
 
 from sao.transport import messages as m
 

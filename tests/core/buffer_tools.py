@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 from sao import _core
@@ -20,10 +18,3 @@ def numbers(leases: list[_core.Lease]) -> list[int]:
 def conserved(buffer: _core.Buffer) -> bool:
     s = buffer.stats()
     return s["received"] == s["trajectories"] + s["leased"] + s["committed"] + sum(s["dropped"].values())
-
-
-def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
-    end = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.002)

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core.buffer_tools import conserved, numbers, put, until
+from core.buffer_tools import conserved, numbers, put
+from waiting import until
 
 from sao import Segment, Termination, Trajectory, TrajectoryBuffer, _core
 from sao.errors import ClosedError, DeadlineError, FullError, ValidationError, WireError

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from core.buffer_tools import conserved, numbers, until
+from core.buffer_tools import conserved, numbers
+from waiting import until
 
 from sao import Segment, Termination, Trajectory, TrajectoryBuffer, _core
 from sao.embed.buffer import Held

@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from core.buffer_tools import conserved, numbers, put, until
+from core.buffer_tools import conserved, numbers, put
+from waiting import until
 
 from sao import _core
 from sao.errors import ClosedError, DeadlineError, ValidationError

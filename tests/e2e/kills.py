@@ -31,6 +31,7 @@ PROGRAMS = {
     "plain": (sys.executable, str(Path(__file__).with_name("plain_run.py"))),
     "torch": (sys.executable, "-m", "sao.cli"),
 }
+PLAIN_LEARNER = str(Path(__file__).with_name("plain_learner.py"))
 ROLES = {"broker": "sao.broker", "generator": "sao.generator", "learner": "learner", "supervisor": ""}
 RUN = """
 [run]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
+from tests.e2e.kills import PROGRAMS, python_path
 
 from sao.telemetry import sinks
 
@@ -53,14 +53,15 @@ def write(folder: Path, model: Path) -> Path:
 
 
 class Run:
-    """A running `sao train`."""
+    """A running `sao train`. plain: with engine and learner that compute nothing and start without torch."""
 
-    def __init__(self, run_file: Path, *overrides: str) -> None:
+    def __init__(self, run_file: Path, *overrides: str, plain: bool = False) -> None:
         self.folder = run_file.parent / "r"
         self.output = run_file.parent / "output.txt"
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+        environment = os.environ | {"PYTHONPATH": python_path()}
         with self.output.open("w") as output:
-            command = [sys.executable, "-m", "sao.cli", "train", str(run_file), *overrides]
+            more = ["generator.engine=scripted"] if plain else []
+            command = [*PROGRAMS["plain" if plain else "torch"], "train", str(run_file), *more, *overrides]
             self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         self.family: set[psutil.Process] = set()
 
@@ -88,8 +89,9 @@ class Run:
 
     def private_folders(self) -> list[Path]:
         """The run's folders outside its own."""
-        command = " ".join(self.actor("sao.learner").cmdline())
-        return [Path(word).parent if "broker" in word else Path(word) for word in _private(command)]
+        words = [word for process in self.family if process.is_running() for word in _command(process)]
+        places = [word.removeprefix("ipc://") for word in words if word.startswith(("ipc:///tmp/", "/dev/shm/"))]
+        return sorted({Path(place).parent if "broker" in place else Path(place) for place in places})
 
     def wait(self) -> int:
         """The exit code."""
@@ -100,10 +102,6 @@ class Run:
         _, alive = psutil.wait_procs(self.family, timeout=1.0)
         alive += [p for p in psutil.process_iter() if str(self.folder) in " ".join(_command(p))]
         return [str(process) for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-
-
-def _private(command: str) -> list[str]:
-    return [word.removeprefix("ipc://") for word in command.split() if word.startswith(("ipc:///tmp/", "/dev/shm/"))]
 
 
 def _command(process: psutil.Process) -> list[str]:

@@ -1,30 +1,28 @@
-"""A run without a critic, in groups, with real processes: what is shown, trained and left behind."""
+"""A run without a critic, in groups, on two ranks, with real processes: what is shown, trained and left behind."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests.e2e.runs import write
+from tests.e2e.runs import Run, write
 
 from sao._core import Ledger
-from sao.telemetry import sinks
 
-LIMIT_S = 200.0
-pytestmark = pytest.mark.timeout(LIMIT_S + 60)
+pytestmark = pytest.mark.timeout(180)
 
 
-def test_grpo_runs_in_the_same_loop(tmp_path: Path, tiny_model: Path) -> None:
+def test_grpo_runs_in_the_same_loop_on_two_ranks(tmp_path: Path, tiny_model: Path) -> None:
     run_file = write(tmp_path, tiny_model)
     text = run_file.read_text().replace("critic_lr = 1e-3\ncritic_warmup_steps = 1\n", "critic_warmup_steps = 0\n")
     run_file.write_text(text + '[algorithm]\nestimator = "grpo"\ngroup_size = 4\npolicy_loss = "ppo"\n')
-    command = [sys.executable, "-m", "sao.cli", "train", str(run_file), "run.steps=3", "telemetry.keep_trajectories=3"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    steps = [row for row in sinks.read(tmp_path / "r" / "metrics.jsonl") if row["kind"] == "step"]
+    run = Run(run_file, "run.steps=3", "learner.ranks=2", "telemetry.keep_trajectories=3")
+    run.until("step")
+    listening = [c for p in run.family for c in p.net_connections() if c.status == "LISTEN"]
+    assert {connection.laddr.ip for connection in listening} <= {"127.0.0.1", "::1"}, listening
+    assert run.wait() == 0 and run.leftovers() == [], run.output.read_text()
+    steps = run.records("step")
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert not [name for step in steps for name in step if name.startswith(("critic/", "loss/critic", "lambda/"))]
     assert (tmp_path / "r" / "curves.png").exists()

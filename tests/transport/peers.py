@@ -90,11 +90,3 @@ def client_of(server: Server | str, name: str = "c", role: str = "generator", **
     endpoint = server if isinstance(server, str) else server.actor.endpoint
     options = {"heartbeat_s": 0.1, "peer_timeout_s": 3.0} | options
     return Client(endpoint, role=role, name=name, **options)
-
-
-def until(condition: Callable[[], Any], deadline_s: float = 30.0) -> None:
-    """Waits for a condition of another thread or process."""
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, "condition did not become true"
-        time.sleep(0.01)

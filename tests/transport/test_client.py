@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 import pytest
 import zmq
-from transport.peers import Server, client_of, serving, until
+from transport.peers import Server, client_of, serving
+from waiting import until
 
 from sao.errors import ClosedError, DeadlineError, TransportError, WireError
 from sao.transport import private_folder

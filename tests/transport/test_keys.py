@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import zmq
-from transport.peers import Server, client_of, until
+from transport.peers import Server, client_of
+from waiting import until
 
 from sao.errors import ConfigError, DeadlineError, Error, TransportError
 from sao.transport import Client, keys

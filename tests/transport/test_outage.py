@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from transport.peers import Server, until
+from transport.peers import Server
+from waiting import until
 
 from sao.errors import TransportError
 from sao.transport import Client, private_folder
