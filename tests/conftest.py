@@ -6,6 +6,7 @@ import gc
 import json
 import os
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: order.index(group(item)) if group(item) in order else len(order))
     for item in items:
         item.add_marker(pytest.mark.xdist_group("vllm" if group(item) == "vllm" else item.location[0]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Reports that a worker can send: captured output may hold halves of surrogate pairs, as some tests use."""
+    report = yield
+    report.sections = [(name, text.encode(errors="replace").decode()) for name, text in report.sections]
+    return report
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -61,7 +61,7 @@ fn folded(crc: u32, bytes: &[u8]) -> (u32, [u8; 64]) {
     (crc.finish(), all)
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use super::{crc_and_union, STEP_BYTES};
     use proptest::prelude::*;
