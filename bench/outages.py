@@ -73,7 +73,7 @@ class Run:
         """Waits for the regular end and checks that every step was made, with tasks that were in no other."""
         code = self.process.wait(LIMIT_S)
         assert code == 0, (self.folder / "output.txt").read_text()[-2000:]
-        _, history = ledger_history(self.folder / "r" / "ledger.log")
+        _, history = ledger_history(self.folder / "r" / "journal")
         ordinals = [ordinal for step in history for ordinal, _ in step["tasks"]]
         assert len(ordinals) == len(set(ordinals)) == 4 * len(history)
 

@@ -36,9 +36,7 @@ def faults(records: Sequence[dict[str, Any]], folder: Path, success_from: float,
     print(f"success of the training batches: {first:.3f} in the first {EDGE} steps, {last:.3f} in the last {EDGE}")
     if not (first <= success_from and last >= success_to and last > first):
         found.append(f"reward/success: expected a rise from at most {success_from} to at least {success_to}")
-    found += [
-        f"{name}: missing" for name in ("config.json", "curves.png", "ledger.log") if not (folder / name).is_file()
-    ]
+    found += [f"{name}: missing" for name in ("config.json", "curves.png", "journal") if not (folder / name).exists()]
     return found
 
 

@@ -75,14 +75,16 @@ def main() -> None:
     assert np.isfinite(found).all()
 
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "ledger.log"
+        path = Path(folder) / "journal"
         with _core.Ledger(path) as ledger:
             for step in range(1, 30):
                 ledger.generating(step, ledger.issue(step))
                 ledger.ready(step, 0, 5)
                 ledger.lease([step], 0)
                 ledger.trained(0, step, 5, 0)
-            ledger.compact(20)
+            ledger.flush()
+            ledger.turn(ledger.issue(99) + 99, 0, [b"header", bytes(1000)])
+            ledger.roll(20)
             ledger.rewind(25)
         with _core.Ledger(path) as ledger:
             ledger.check()

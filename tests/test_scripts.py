@@ -32,7 +32,7 @@ def test_requirements_follow_extras_of_the_package_itself():
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name in ("config.json", "curves.png", "ledger.log"):
+    for name in ("config.json", "curves.png", "journal"):
         (tmp_path / name).write_text("x")
     return tmp_path
 

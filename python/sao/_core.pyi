@@ -291,13 +291,15 @@ class Ledger:
     raises `LedgerError` that names ordinal, state and what was wanted, and changes nothing. Memory grows with the
     unfinished tasks only: finished ones are kept as runs of ordinals, so `state` says "finished" for both outcomes.
 
-    With a path every event is appended to a file of checksummed records and the state is recovered from it. Events are
-    buffered in memory until 64 KiB are due or `sync`, which also waits for the disk: call it before telling anyone.
+    With a path every event goes to a journal, a folder of checksummed segments from which the state is recovered, and
+    what else belongs to unfinished tasks can be kept there, too (`trajectory`, `turn`, `note`). What was recorded since
+    the last `flush` or `sync` is one transaction, of which a crash leaves all or nothing: call one of them before
+    telling anyone. Steps are kept in memory, too, until `roll` sums them up.
     """
 
-    def __new__(cls, path: str | PathLike[str] | None = None) -> Ledger:
-        """Opens or creates the file. Raises `LedgerError` naming file and byte offset when it is damaged; a torn tail
-        (what a crash left of the last write) is cut off."""
+    def __new__(cls, path: str | PathLike[str] | None = None, *, segment_bytes: int = 16777216) -> Ledger:
+        """Opens or creates the folder. Raises `LedgerError` naming file and byte offset when it is damaged; a torn tail
+        (what a crash left of the last write) is cut off. Newest segments of `segment_bytes` are `full`."""
     def issue(self, ordinal: int) -> int:
         """A new task (attempt 0) or a requeued one; returns its attempt."""
     def generating(self, ordinal: int, attempt: int) -> None:
@@ -323,11 +325,27 @@ class Ledger:
         """Counts tokens sampled for no open task (late answers) as sampled and dropped under `reason`."""
     def rewind(self, step: int) -> list[dict[str, Any]]:
         """Takes back every step after `step`, newest first, and returns them like `ledger_history`: their tasks are
-        requeued, their tokens count as dropped under "rewound". Needs a file; the ledger must not be behind `step`."""
-    def compact(self, upto_step: int) -> tuple[int, int]:
-        """Replaces everything in the file up to step `upto_step` by the state that it leads to; returns its bytes
-        before and after. Later steps can still be taken back and listed, those up to it no longer. The file is replaced
-        as a whole or not at all; callers wait meanwhile (a million records: about half a second)."""
+        requeued, their tokens count as dropped under "rewound". Needs a path; the ledger must not be behind `step`."""
+    def begin_anew(self, ordinal: int) -> None:
+        """The rollout of a task that is not ready begins anew: the turns kept of it so far count no longer."""
+    def answered(self, ordinal: int, attempt: int) -> bool:
+        """Notes that the end of an attempt was reported. False: it was before. The last 16,384 are remembered."""
+    def trajectory(self, ordinal: int, frames: Sequence[BytesLike]) -> None:
+        """Keeps the trajectory of an unfinished task as long as it is ready or leased. The frames are written at once,
+        without a copy, and count from the next `flush` on. Without a path nothing is kept."""
+    def turn(self, ordinal: int, part: int, frames: Sequence[BytesLike]) -> None:
+        """Keeps turn number `part` of a rollout until its task is ready or finished or it begins anew."""
+    def frames(self, ordinal: int) -> list[tuple[bytes, ...]]:
+        """What is kept of an unfinished task: its trajectory if it is ready or leased, else its turns in order up to
+        the first that is missing."""
+    @property
+    def damage(self) -> list[str]:
+        """Frames that were needed and damaged when the journal was opened, by file and byte."""
+    @property
+    def note(self) -> bytes:
+        """Bytes that are kept beside the ledger, in the same transactions."""
+    @note.setter
+    def note(self, value: bytes) -> None: ...
     def counts(self) -> dict[str, int]:
         """Tasks per state: requeued, issued, generating, ready, leased, trained, dropped."""
     def tokens(self) -> dict[str, Any]:
@@ -349,10 +367,23 @@ class Ledger:
     @property
     def entries(self) -> int:
         """Entries held in memory."""
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the journal."""
+    @property
+    def due(self) -> bool:
+        """Whether anything waits for `flush`."""
+    @property
+    def full(self) -> bool:
+        """Whether the newest segment is so large that `roll` should be called."""
+    def roll(self, upto_step: int) -> None:
+        """Begins a new segment and deletes those in which nothing is needed any more. Steps up to `upto_step` are no
+        longer listed one by one from then on and cannot be taken back. Raises `LedgerError` when the new one cannot be
+        written; the old one then goes on."""
     def flush(self) -> None:
-        """Hands what is buffered to the operating system: it outlives this process, but not a power cut."""
+        """Commits what was recorded: it outlives this process, but not a power cut. An error is final."""
     def sync(self) -> None:
-        """Writes what is buffered and waits for the disk, without the GIL."""
+        """Commits what was recorded and waits for the disk, without the GIL."""
     def close(self) -> None:
         """Syncs and closes; every later call but close raises `ClosedError`."""
     def __enter__(self) -> Ledger: ...
@@ -361,7 +392,7 @@ class Ledger:
 def ledger_history(
     path: str | PathLike[str], after_step: int = 0
 ) -> tuple[list[tuple[int, int]], list[dict[str, Any]]]:
-    """What a ledger's file says was trained and not taken back; reads only, a torn tail is left out.
+    """What a ledger's journal says was trained and not taken back; reads only, a torn tail is left out.
 
     Returns the ordinals trained up to `after_step` as runs (first, one past the last), and each later step:
     `{step, lease, tasks: [(ordinal, attempt), ...], trained_tokens, masked_tokens}`. Raises `LedgerError`.

@@ -11,6 +11,7 @@ import msgspec
 from sao import _core
 from sao.broker.broker import Broker
 from sao.broker.outbox import Address, Outbox
+from sao.broker.persistence import Persistence
 from sao.config import Config, parse
 from sao.trajectory import SegmentBuilder, Termination, Trajectory, encode_frames
 from sao.transport import messages as m
@@ -84,7 +85,7 @@ class World:
         if resumed is not None:
             self.ledger.rewind(resumed)
         self.outbox = Outbox(self.push, self.answer_take)
-        self.broker = Broker(self.config, self.ledger, self.outbox, self.now, resumed)
+        self.broker = Broker(self.config, Persistence(self.ledger), self.outbox, self.now, resumed)
 
     # what carries the outbox's messages
 
@@ -183,6 +184,7 @@ class World:
         ref = m.WeightsRef(version + 1, f"/w/{version + 1}", f"f{version + 1}") if weights else None
         step = self.broker.run.step + 1
         self.broker.commit(m.Commit(batch.lease, step, version, held - masked, masked, metrics, ref), self.now)
+        self.broker.book.persistence.commit({})
 
     def in_flight(self) -> int:
         """Tasks between start and training."""

@@ -105,7 +105,7 @@ def test_end_of_the_run_closes_the_ledger() -> None:
 
 
 def test_interrupted_tasks_stay_for_the_next_run(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.log"
+    path = tmp_path / "journal"
     world = World(ledger=path)
     world.join("g0", 6)
     world.answer("g0", world.pop("g0"))
@@ -120,7 +120,7 @@ def test_interrupted_tasks_stay_for_the_next_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_killed_at_a_random_moment_every_task_is_somewhere_once(seed: int, tmp_path: Path) -> None:
     """No task is lost or trained twice, whatever the moment at which the broker dies."""
-    path, rng = tmp_path / "ledger.log", random.Random(seed)
+    path, rng = tmp_path / "journal", random.Random(seed)
     trained: list[int] = []
     for _ in range(3):
         world = World(config(run={"steps": 1000, "max_failures_in_a_row": 10**6}), ledger=path)
@@ -151,7 +151,7 @@ def test_killed_at_a_random_moment_every_task_is_somewhere_once(seed: int, tmp_p
 
 
 def test_a_new_buffer_size_wins_over_the_old_one_after_a_restart(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.log"
+    path = tmp_path / "journal"
     world = World(config(buffer={"max_trajectories": 4}), ledger=path)
     world.join("g0", 4)
     world.answer_all("g0")

@@ -10,6 +10,7 @@ from broker.broker_world import World, config
 from msgspec.structs import replace
 
 from sao import _core
+from sao.broker.persistence import Persistence
 from sao.broker.tasks import MAX_ATTEMPTS, TaskBook
 from sao.errors import ValidationError
 from sao.transport import messages as m
@@ -157,7 +158,7 @@ def test_a_whole_group_may_be_overdue_at_once() -> None:
 
 
 def test_single_rollouts_are_groups_of_their_own() -> None:
-    book = TaskBook(_core.Ledger(None))
+    book = TaskBook(Persistence(_core.Ledger(None)))
     assert book.broken_groups() == []
 
 

@@ -54,7 +54,7 @@ def test_a_whole_run_ends_by_itself(tmp_path: Path, generator_s: float, learner_
         assert tokens["held"] == 0
         assert tokens["sampled"] == tokens["trained"] + sum(tokens["dropped"].values())
         assert not Path(endpoint.removeprefix("ipc://")).exists()
-    with _core.Ledger(str(process.folder / "ledger.log")) as ledger:
+    with _core.Ledger(str(process.folder / "journal")) as ledger:
         assert ledger.counts()["trained"] == 20
         assert ledger.unfinished() == []
         ledger.check()
@@ -241,7 +241,7 @@ def test_signals_end_it_in_order(tmp_path: Path, number: int) -> None:
         for peer in (generator, learner.client, watcher.client):
             peer.close()
         assert process.wait() == 0
-    with _core.Ledger(str(process.folder / "ledger.log")) as ledger:
+    with _core.Ledger(str(process.folder / "journal")) as ledger:
         assert len(ledger.unfinished()) == 8  # for the next run
 
 

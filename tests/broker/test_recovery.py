@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 from tests.broker.broker_world import BATCH, World, config, trajectory
 
-from sao import _core
 from sao.broker import scheduler
 from sao.broker.broker import Broker
-from sao.broker.memory import Memory, open_log
-from sao.trajectory import encode, encode_frames
+from sao.broker.persistence import Persistence
+from sao.trajectory import encode_frames
 from sao.transport import messages as m
 
 
@@ -20,22 +20,25 @@ class Lives(World):
     """A world whose broker is killed and started again; every turn ends with a commit."""
 
     def __init__(self, folder: Path, **sections) -> None:
-        super().__init__(config(**sections), folder / "ledger.log")
+        super().__init__(config(**sections))
         self.folder = folder
         self.again()
 
     def again(self) -> None:
         """SIGKILL and a new broker: what was not committed is gone."""
-        if hasattr(self, "memory"):
-            self.memory.log.close()
-            self.ledger.close()
-            self.ledger = _core.Ledger(str(self.folder / "ledger.log"))
-        self.memory = Memory(open_log(self.config, self.folder), self.ledger, goes_on=True)
-        self.broker = Broker(self.config, self.ledger, self.outbox, self.now, None, self.memory)
+        if hasattr(self, "persistence"):
+            killed, journal = self.folder / "killed", self.folder / "journal"
+            shutil.copytree(journal, killed)
+            self.persistence.close()
+            shutil.rmtree(journal)
+            killed.rename(journal)
+        self.persistence = Persistence.open(self.config, self.folder)
+        self.ledger = self.persistence.ledger
+        self.broker = Broker(self.config, self.persistence, self.outbox, self.now)
         self.tasks.clear()
 
     def commit_turn(self) -> None:
-        self.memory.commit(self.broker.note())
+        self.persistence.commit({**self.broker.note(), "line": 0})
 
     def give(self, name: str, ordinal: int, attempt: int = 0, **facts) -> str:
         return self.deliver(name, encode_frames(trajectory(ordinal, attempt, **facts)))
@@ -97,10 +100,10 @@ def test_a_damaged_record_is_named_and_its_task_is_played_again(lives, tmp_path)
     for ordinal in ordinals[:3]:
         lives.give("g0", ordinal)
     lives.commit_turn()
-    path = min((tmp_path / "wal").iterdir())
+    path = min((tmp_path / "journal").iterdir())
     data = bytearray(path.read_bytes())
-    place = data.find(encode(trajectory(ordinals[1]))[0][:20], len(data) // 4)
-    data[place + 30] ^= 1
+    second = data.find(b"SAO\3", data.find(b"SAO\3") + 1)
+    data[second + 100] ^= 1
     path.write_bytes(data)
     lives.again()
     texts = [body.text for body in lives.pushed(m.Event)]
@@ -110,22 +113,17 @@ def test_a_damaged_record_is_named_and_its_task_is_played_again(lives, tmp_path)
     assert lives.ledger.tokens()["dropped"] == {"log_damaged": 5}
 
 
-def test_what_the_log_has_and_the_ledger_has_not_is_brought_in_line(lives):
+def test_a_turn_of_the_loop_that_was_not_committed_is_gone_as_a_whole(lives):
     lives.join("g0", 8)
     lives.commit_turn()
     ordinal = lives.tasks["g0"][0].ordinal
     lives.give("g0", ordinal)
-    lives.memory.log.flush()  # killed between the two writes
-    left = (lives.folder / "ledger.log").read_bytes()
-    lives.memory.log.close()
-    lives.ledger.close()
-    (lives.folder / "ledger.log").write_bytes(left)
-    lives.ledger = _core.Ledger(str(lives.folder / "ledger.log"))
-    assert lives.ledger.state(ordinal) == "generating"
-    lives.memory = Memory(open_log(lives.config, lives.folder), lives.ledger, goes_on=True)
-    lives.broker = Broker(lives.config, lives.ledger, lives.outbox, 1.0, None, lives.memory)
-    assert lives.broker.book.live[ordinal].state == "ready" and lives.ledger.state(ordinal) == "ready"
-    assert lives.give("g0", ordinal) == "duplicate"
+    lives.again()  # its frames are in the journal, what made them count is not
+    assert lives.ledger.state(ordinal) == "generating" and not lives.persistence.found.trajectories
+    assert lives.give("g0", ordinal) == ""  # nothing was acknowledged, the generator sends it again
+    lives.commit_turn()
+    lives.again()
+    assert lives.ledger.state(ordinal) == "ready" and lives.give("g0", ordinal) == "duplicate"
     assert lives.ledger.tokens()["sampled"] == 5
 
 
@@ -161,12 +159,12 @@ def test_a_lost_rollout_goes_on_after_its_turns_also_when_the_broker_dies_too(li
     (again,) = lives.tasks["g1"]
     assert again == replace(task, attempt=1, turns=2) and lives.frames_sent[-1] == (b"h0", b"p" * 10, b"h1", b"p" * 10)
     turn(lives, again, 2)
-    assert lives.broker.book.memory.prefix_tokens(task.ordinal) == 12
+    assert lives.broker.book.persistence.prefix_tokens(task.ordinal) == 12
     lives.broker.book.diverged(again.ordinal, again.attempt)
     assert lives.ledger.tokens()["dropped"] == {"generator_lost": 0, "diverged": 12}
     lives.commit_turn()
     lives.again()
-    assert not lives.broker.book.memory.prefixes
+    assert not lives.broker.book.persistence.prefixes
     lives.ledger.check()
 
 
@@ -179,7 +177,7 @@ def test_turns_whose_tokens_were_dropped_stay_dropped_when_the_broker_dies(lives
     assert lives.broker.book.again(lives.broker.book.live[task.ordinal], "deadline")
     lives.commit_turn()
     lives.again()
-    assert not lives.broker.book.memory.prefixes and lives.ledger.tokens()["dropped"] == {"deadline": 8}
+    assert not lives.broker.book.persistence.prefixes and lives.ledger.tokens()["dropped"] == {"deadline": 8}
     lives.join("g1", 1)
     (again,) = lives.tasks["g1"]
     assert again == replace(task, attempt=1)
@@ -188,7 +186,7 @@ def test_turns_whose_tokens_were_dropped_stay_dropped_when_the_broker_dies(lives
     lives.broker.book.requeue(lives.broker.book.live[task.ordinal], "rewound")  # as when steps are lost
     lives.commit_turn()
     lives.again()
-    assert not lives.broker.book.memory.prefixes
+    assert not lives.broker.book.persistence.prefixes
     lives.ledger.check()
 
 
@@ -205,20 +203,19 @@ def test_many_turns_go_out_in_several_messages(lives, monkeypatch):
 
 
 def test_turns_are_bounded_in_bytes(lives):
-    lives.memory._prefix_limit = 30
+    lives.persistence._prefix_limit = 30
     lives.join("g0", 3)
     first, second, _ = lives.tasks["g0"]
     turn(lives, first, 0)
     turn(lives, second, 0)
     turn(lives, first, 1)  # no room: this rollout would begin anew
-    assert set(lives.memory.prefixes) == {second.ordinal} and lives.memory.prefix_bytes == 12
+    assert set(lives.persistence.prefixes) == {second.ordinal} and lives.persistence.prefix_bytes == 12
     lives.give("g0", second.ordinal)
-    assert not lives.memory.prefixes and lives.memory.prefix_bytes == 0
+    assert not lives.persistence.prefixes and lives.persistence.prefix_bytes == 0
 
 
-def test_the_log_of_a_long_run_stays_small_and_answers_stay_known(tmp_path):
-    lives = Lives(tmp_path, run={"steps": 1000})
-    lives.memory.log._segment_bytes = 20_000
+def test_the_journal_of_a_long_run_stays_small_and_answers_stay_known(tmp_path):
+    lives = Lives(tmp_path, run={"steps": 1000}, buffer={"ledger_growth_bytes": 20_000})
     lives.join("g0", 4)
     largest = 0
     for step in range(1, 400):
@@ -228,8 +225,8 @@ def test_the_log_of_a_long_run_stays_small_and_answers_stay_known(tmp_path):
         lives.step(lives.batches[-1].lease, step, 20)
         lives.slots("g0", 4)
         lives.commit_turn()
-        largest = max(largest, lives.memory.log.n_bytes)
-    assert largest < 100_000 and lives.memory.log.n_segments < 6
+        largest = max(largest, lives.ledger.n_bytes)
+    assert largest < 100_000 and len(list((tmp_path / "journal").iterdir())) < 6
     lives.again()
     assert (lives.broker.run.step, lives.broker.versions.current) == (399, 399)
     assert lives.give("g0", 4 * 390) == "duplicate"
@@ -241,11 +238,11 @@ def test_turns_of_a_rollout_that_was_begun_anew_do_not_come_back_behind_new_ones
     for part in (0, 1, 2):
         turn(lives, task, part)
     turn(lives, other, 0)  # lives in the same segment, which therefore stays
-    lost = lives.memory.prefix_tokens(task.ordinal)
+    lost = lives.persistence.prefix_tokens(task.ordinal)
     lives.broker.book.diverged(task.ordinal, task.attempt)
     lives.broker.book.turn(task.ordinal, task.attempt, 0, 5, 0, b"other", b"q" * 10)
     lives.commit_turn()
     lives.again()
-    prefix = lives.broker.book.memory.prefixes[task.ordinal]
+    prefix = lives.broker.book.persistence.prefixes[task.ordinal]
     assert (prefix.turns, prefix.n_tokens) == ([(b"other", b"q" * 10)], 5)
     assert lives.ledger.tokens()["sampled"] == lives.ledger.tokens()["dropped"]["diverged"] == lost

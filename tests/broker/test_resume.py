@@ -21,10 +21,12 @@ def weights(version: int) -> m.WeightsRef:
 
 
 def killed(world: World, folder: Path, name: str) -> Path:
-    """The ledger's file as a SIGKILL of the broker leaves it now: without what was not yet written."""
+    """The journal as a SIGKILL of the broker leaves it now: without what was not yet written."""
     path = folder / name
-    shutil.copy(folder / "ledger.log", path)
-    return path.replace(folder / "ledger.log")
+    shutil.copytree(folder / "journal", path)
+    world.ledger.close()
+    shutil.rmtree(folder / "journal")
+    return path.replace(folder / "journal")
 
 
 def trained(path: Path) -> Counter[int]:
@@ -33,7 +35,7 @@ def trained(path: Path) -> Counter[int]:
 
 
 def test_lost_steps_are_trained_again_and_their_tasks_come_first(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.log"
+    path = tmp_path / "journal"
     world = World(config(staleness={"discipline": "window"}), path)
     world.join("g0", 0)
     batches_of(world, 3)
@@ -61,7 +63,7 @@ def test_lost_steps_are_trained_again_and_their_tasks_come_first(tmp_path: Path)
 
 def test_nothing_is_handed_out_before_the_learner_continues_and_generators_have_its_weights(tmp_path: Path) -> None:
     cfg = config(eval={"every_steps": 2, "episodes": 1})
-    world = World(cfg, tmp_path / "ledger.log")
+    world = World(cfg, tmp_path / "journal")
     world.join("g0", 0)
     world.slots("g0", 8)
     for _ in range(2):
@@ -88,7 +90,7 @@ def test_nothing_is_handed_out_before_the_learner_continues_and_generators_have_
 
 
 def test_a_learner_that_lost_steps_without_new_weights_is_refused(tmp_path: Path) -> None:
-    world = World(config(), tmp_path / "ledger.log")
+    world = World(config(), tmp_path / "journal")
     world.learner(0, None, "a")
     world.join("g0", 0)
     world.slots("g0", BATCH)
@@ -103,7 +105,7 @@ def test_a_learner_that_lost_steps_without_new_weights_is_refused(tmp_path: Path
 
 def test_an_evaluation_round_that_was_not_due_is_not_played_at_a_resume(tmp_path: Path) -> None:
     cfg = config(eval={"every_steps": 2, "episodes": 1})
-    world = World(cfg, tmp_path / "ledger.log", resumed=0)
+    world = World(cfg, tmp_path / "journal", resumed=0)
     world.learner(0)
     world.join("g0", 8)
     assert [task.split for task in world.tasks["g0"]].count("eval") == 1
@@ -120,7 +122,7 @@ def test_an_evaluation_round_that_was_not_due_is_not_played_at_a_resume(tmp_path
 
 
 def test_restarts_of_the_run_do_not_use_up_the_attempts_of_a_task(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.log"
+    path = tmp_path / "journal"
     for life in range(2 * tasks.MAX_ATTEMPTS):
         world = World(config(), path, resumed=0)
         world.learner(0)
@@ -135,7 +137,7 @@ def test_kills_at_random_moments_lose_no_task_and_train_none_twice(tmp_path: Pat
     """Random kills of everything, checkpoints every second step; the end must be that of an undisturbed run."""
     rng = random.Random(seed)
     cfg = config(run={"steps": 12}, staleness={"max_lag": 2, "discipline": discipline})
-    path, step, checkpoint, kills = tmp_path / "ledger.log", 0, 0, 0
+    path, step, checkpoint, kills = tmp_path / "journal", 0, 0, 0
     while step < 12:
         world = World(cfg, path, resumed=checkpoint)
         world.learner(checkpoint, weights(checkpoint) if checkpoint else None)

@@ -14,6 +14,7 @@ from sao.broker.evaluation import Evaluation
 from sao.broker.leases import STARVING_S, LeaseTable
 from sao.broker.metrics import StepMeter
 from sao.broker.outbox import Address, Outbox
+from sao.broker.persistence import Persistence
 from sao.broker.run import Run
 from sao.broker.scheduler import Generator, Scheduler
 from sao.broker.store import ReadyStore
@@ -31,7 +32,7 @@ class Owners:
         self.sent: list[tuple[Hashable, m.Message]] = []
         outbox = Outbox(lambda to, message: self.sent.append((to, message)), lambda *pair: self.sent.append(pair))
         self.config = config(**sections)
-        self.run, self.book = Run(self.config), TaskBook(_core.Ledger())
+        self.run, self.book = Run(self.config), TaskBook(Persistence(_core.Ledger()))
         self.store, self.versions = ReadyStore(100, 1 << 20, 1000), Versions(self.config.staleness)
         shared = self.config, self.run, self.book, self.store, self.versions
         self.scheduler = Scheduler(*shared, Evaluation(self.config), outbox)

@@ -11,7 +11,6 @@ from broker.peers import Generator, Learner, Process, Watcher, broker
 from broker.test_recovery import Lives
 from waiting import until
 
-from sao.broker import wal
 from sao.trajectory import decode, split_frames
 
 SIDECARS = {
@@ -46,13 +45,6 @@ def test_one_that_is_too_large_with_its_sidecars_is_dropped_by_name():
     world.join("g0", 1)
     assert world.answer("g0", world.pop("g0"), sidecars=SIDECARS) == "larger_than_buffer"
     assert world.ledger.tokens()["dropped"] == {"larger_than_buffer": 5}
-
-
-def test_so_is_one_that_is_too_large_for_a_record_of_the_log(monkeypatch):
-    monkeypatch.setattr(wal, "MAX_BODY_BYTES", 1 << 16)
-    world = World(config())
-    world.join("g0", 1)
-    assert world.answer("g0", world.pop("g0"), sidecars=SIDECARS) == "larger_than_buffer"
 
 
 def test_a_damaged_sidecar_is_refused():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sao import _core
+from sao.broker.persistence import Persistence
 from sao.broker.tasks import MAX_ATTEMPTS, TaskBook, TrainingTask
 from sao.errors import LedgerError
 
@@ -14,7 +15,7 @@ def metadata(tokens: int = 5, version: int = 0) -> dict[str, int]:
 
 
 def book(group_size: int = 1) -> TaskBook:
-    return TaskBook(_core.Ledger(), group_size=group_size)
+    return TaskBook(Persistence(_core.Ledger()), group_size)
 
 
 def finish(book: TaskBook, task: TrainingTask, now: float = 0.0, **more: int) -> None:

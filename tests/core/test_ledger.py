@@ -157,7 +157,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @initialize()
     def start(self):
         self.folder = tempfile.TemporaryDirectory()
-        self.path = Path(self.folder.name) / "ledger.log"
+        self.path = Path(self.folder.name) / "journal"
         self.ledger, self.model, self.clock = Ledger(self.path), Model(), 0
 
     def both(self, name, *arguments):
@@ -266,7 +266,7 @@ def test_refusals_name_task_state_and_wish():
     with pytest.raises(LedgerError, match=r"^task 9 is unknown; wanted: leased, once, by lease 1$"):
         ledger.lease([4, 9], 1)
     ledger.lease([4], 1)
-    with pytest.raises(LedgerError, match="trained_tokens has 1 entries, masked_tokens 2"):
+    with pytest.raises(LedgerError, match="lease 1 holds 1 tasks, but trained_tokens has 1 entries, masked_tokens 2"):
         ledger.trained(1, 0, [7], [0, 0])
     with pytest.raises(LedgerError, match="two totals or two lists"):
         ledger.trained(1, 0, [7], 0)
@@ -283,17 +283,20 @@ def test_refusals_name_task_state_and_wish():
         ("sampled_tokens", "-3", lambda: ledger.requeue(4, "why", -3)),
         ("sampled_tokens", "-3", lambda: ledger.waste("why", -3)),
         ("step", "-1", lambda: ledger.rewind(-1)),
-        ("upto_step", "-1", lambda: ledger.compact(-1)),
+        ("upto_step", "-1", lambda: ledger.roll(-1)),
+        ("ordinal", "-1", lambda: ledger.begin_anew(-1)),
+        ("attempt", "-1", lambda: ledger.answered(4, -1)),
+        ("ordinal", "-1", lambda: ledger.frames(-1)),
         ("ordinal", "-1", lambda: ledger.state(-1)),
     ):
-        text = rf"^{re.escape(f'{field}: {shown}')} is not an integer from 0 to 2\^63 - 1$"
+        text = rf"^{re.escape(f'{field}: {shown}')} is not an integer from 0 to 2\^63 - 1"
         with pytest.raises(LedgerError, match=text):
             call()
     assert ledger.counts()["leased"] == 1
 
 
 def test_a_closed_ledger_says_so(tmp_path):
-    with Ledger(tmp_path / "ledger.log") as ledger:
+    with Ledger(tmp_path / "journal") as ledger:
         ledger.issue(0)
     ledger.close()
     with pytest.raises(ClosedError, match="the ledger is closed"):
@@ -301,26 +304,31 @@ def test_a_closed_ledger_says_so(tmp_path):
 
 
 def test_files_that_are_no_ledger_or_damaged_are_refused_with_path_and_offset(tmp_path):
-    path = tmp_path / "ledger.log"
+    path = tmp_path / "journal"
     path.write_text("hello, this is some text")
-    with pytest.raises(LedgerError, match=r"ledger\.log: not a ledger file of format 1"):
+    with pytest.raises(LedgerError, match=r"journal: cannot be opened: File exists"):
         Ledger(path)
-    with pytest.raises(LedgerError, match=r"cannot be opened: Is a directory"):
-        Ledger(tmp_path)
     path.unlink()
     with Ledger(path) as ledger:
         for ordinal in range(10):
             ledger.issue(ordinal)
-    data = bytearray(path.read_bytes())
-    data[40] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(LedgerError, match=r"corrupt record at byte 36 of 116; a whole record follows at byte 46"):
+            ledger.flush()
+    (segment,) = path.iterdir()
+    data = segment.read_bytes()
+    places = [at for at in range(len(data)) if data.startswith(b"SAO", at)]
+    segment.write_bytes(data[: places[4] + 50] + b"?" + data[places[4] + 51 :])
+    bad, good = places[4:6]
+    text = rf"{segment.name}: corrupt transaction at byte {bad} of {len(data)}; a whole one follows at byte {good}"
+    with pytest.raises(LedgerError, match=text):
+        Ledger(path)
+    segment.write_bytes(b"hello, this is some text")
+    with pytest.raises(LedgerError, match=rf"{segment.name}: no segment of a journal"):
         Ledger(path)
 
 
 @pytest.mark.parametrize("way", ["sync", "flush"])
 def test_what_was_synced_or_flushed_survives_a_kill(tmp_path, way):
-    path = tmp_path / "ledger.log"
+    path = tmp_path / "journal"
     code = (
         "import sys, time; from sao import Ledger; ledger = Ledger(sys.argv[1])\n"
         "for ordinal in range(1000): ledger.issue(ordinal); ledger.generating(ordinal, 0)\n"
@@ -339,7 +347,7 @@ def test_what_was_synced_or_flushed_survives_a_kill(tmp_path, way):
 
 
 def test_threads_may_share_a_ledger(tmp_path):
-    ledger = Ledger(tmp_path / "ledger.log")
+    ledger = Ledger(tmp_path / "journal")
     failures = []
 
     def work(first):
@@ -360,7 +368,7 @@ def test_threads_may_share_a_ledger(tmp_path):
     before = facts(ledger)
     assert before["tokens"]["held"] == 6000
     ledger.close()
-    assert facts(Ledger(tmp_path / "ledger.log")) == before
+    assert facts(Ledger(tmp_path / "journal")) == before
 
 
 def test_memory_follows_the_unfinished_tasks_not_the_run():

@@ -57,7 +57,7 @@ class Chaos:
     step_s: float = 0.3
     happened: Counter[str] = field(default_factory=Counter)
     rss_bytes: dict[str, int] = field(default_factory=dict)
-    wal_bytes: int = 0
+    journal_bytes: int = 0
     exit_code: int | None = None
     seconds: float = 0.0
     _family: set[psutil.Process] = field(default_factory=set)
@@ -144,8 +144,8 @@ class Chaos:
                     self.rss_bytes[name] = max(size, self.rss_bytes.get(name, 0))
                     if name == role and (role != "generator" or f"g{number}" in words):
                         found.append(child)
-        wal = self.run_folder / "wal"
-        self.wal_bytes = max(self.wal_bytes, sum(path.stat().st_size for path in _files(wal)))
+        journal = self.run_folder / "journal"
+        self.journal_bytes = max(self.journal_bytes, sum(path.stat().st_size for path in _files(journal)))
         return found[0] if found else None
 
     def _steps(self) -> int:
@@ -160,12 +160,12 @@ class Chaos:
         assert self.exit_code == 0, (
             f"{said}: exit code {self.exit_code}\n{(self.folder / 'output.txt').read_text()[-3000:]}"
         )
-        _, history = ledger_history(self.run_folder / "ledger.log")
+        _, history = ledger_history(self.run_folder / "journal")
         trained = Counter(ordinal for step in history for ordinal, _ in step["tasks"])
         twice = {ordinal: count for ordinal, count in trained.items() if count > 1}
         assert not twice, f"{said}: {twice}"
         assert [step["step"] for step in history] == list(range(1, self.steps + 1)), said
-        with Ledger(self.run_folder / "ledger.log") as ledger:
+        with Ledger(self.run_folder / "journal") as ledger:
             ledger.check()
             counts, tokens, issued = ledger.counts(), ledger.tokens(), ledger.next_ordinal
             assert ledger.unfinished() == [], said
@@ -176,7 +176,7 @@ class Chaos:
         assert lag <= MAX_LAG, f"{said}: a token was {lag} versions old"
         _, alive = psutil.wait_procs(self._family, timeout=5.0)
         left = [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
-        assert not left and not (self.run_folder / "wal").exists(), f"{said}: {left}"
+        assert not left and len(_files(self.run_folder / "journal")) == 1, f"{said}: {left}"
         return {
             "seed": self.seed,
             "seconds": round(self.seconds, 1),
@@ -191,7 +191,7 @@ class Chaos:
             "lag_max": lag,
             "lag_bound": MAX_LAG,
             "rss_max_mib": {name: round(size / 2**20, 1) for name, size in self.rss_bytes.items()},
-            "wal_max_kib": round(self.wal_bytes / 1024, 1),
+            "journal_max_kib": round(self.journal_bytes / 1024, 1),
             "processes_left": 0,
         }
 

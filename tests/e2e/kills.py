@@ -195,7 +195,7 @@ class Story:
     def check(self) -> None:
         """Raises `AssertionError` unless every task of the undisturbed run was trained exactly once."""
         said = f"seed {self.seed}, {self.learner} learner, {self.discipline}"
-        _, history = ledger_history(self.run_folder / "ledger.log")
+        _, history = ledger_history(self.run_folder / "journal")
         expected = Counter(range(4 * self.steps))  # what an undisturbed run trains: no rollout of these fails
         trained = Counter(ordinal for step in history for ordinal, _ in step["tasks"])
         assert trained == expected, f"{said}: lost {expected - trained}, twice {trained - expected}"
@@ -209,7 +209,7 @@ class Story:
         if self.learner == "plain":  # its weights: everything it ever saw in this line of history
             seen = json.loads((last.state / "seen.json").read_text())
             assert seen == [[list(task) for task in step["tasks"]] for step in history], said
-        with Ledger(self.run_folder / "ledger.log") as ledger:
+        with Ledger(self.run_folder / "journal") as ledger:
             ledger.check()
             counts = ledger.counts()
             assert (counts["trained"], counts["dropped"], ledger.unfinished()) == (4 * self.steps, 0, []), said

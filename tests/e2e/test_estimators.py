@@ -28,7 +28,7 @@ def test_grpo_runs_in_the_same_loop_on_two_ranks(tmp_path: Path, tiny_model: Pat
     assert (tmp_path / "r" / "curves.png").exists()
     (model,) = (tmp_path / "r" / "checkpoints").iterdir()
     assert (model / "model.safetensors").exists() and not (model / "critic.safetensors").exists()
-    ledger = Ledger(str(tmp_path / "r" / "ledger.log"))
+    ledger = Ledger(str(tmp_path / "r" / "journal"))
     assert ledger.counts()["trained"] == 24
     groups = Counter(ordinal // 4 for ordinal in range(ledger.next_ordinal) if ledger.state(ordinal) == "finished")
     assert set(groups.values()) == {4}

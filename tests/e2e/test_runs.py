@@ -71,7 +71,7 @@ def test_a_run_leaves_its_folder_and_nothing_else(finished):
     assert finished.leftovers() == []
     assert len(finished.private) == 2 and not [path for path in finished.private if path.exists()]
     names = {path.name for path in finished.folder.iterdir()}
-    assert names == {"config.json", "metrics.jsonl", "curves.png", "ledger.log", "logs", "checkpoints", "tensorboard"}
+    assert names == {"config.json", "metrics.jsonl", "curves.png", "journal", "logs", "checkpoints", "tensorboard"}
     assert {path.name for path in (finished.folder / "logs").iterdir()} == {"broker.log", "learner.log", "g0.log"}
     assert "step 4/4" in finished.output.read_text()
 
@@ -138,11 +138,11 @@ def test_whoever_is_killed_is_started_again_and_nothing_is_lost(start):
     run.actor("sao.learner").kill()
     run.until("event", "learner ended unexpectedly (killed by SIGKILL); started again")
     assert run.wait() == 0, run.output.read_text()
-    _, history = ledger_history(run.folder / "ledger.log")
+    _, history = ledger_history(run.folder / "journal")
     assert [step["step"] for step in history] == list(range(1, 13))
     trained = [ordinal for step in history for ordinal, _ in step["tasks"]]
     assert sorted(trained) == list(range(8 * 12))
-    assert run.leftovers() == [] and not (run.folder / "wal").exists()
+    assert run.leftovers() == [] and len(list((run.folder / "journal").iterdir())) == 1
 
 
 def test_when_the_supervisor_is_killed_everything_ends_within_10_s(start):

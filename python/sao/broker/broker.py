@@ -17,12 +17,11 @@ from typing import Any, Final
 import msgspec
 
 from sao import _core
-from sao.broker import wal
 from sao.broker.evaluation import Evaluation
 from sao.broker.leases import LeaseTable
-from sao.broker.memory import Memory
 from sao.broker.metrics import GapAlarm, StepMeter
 from sao.broker.outbox import GENERATORS, LEARNER, SUPERVISOR, Outbox
+from sao.broker.persistence import Found, Persistence
 from sao.broker.report import Report
 from sao.broker.run import Run
 from sao.broker.scheduler import Scheduler
@@ -46,27 +45,26 @@ class Broker:
     def __init__(
         self,
         config: Config,
-        ledger: Any,
+        persistence: Persistence,
         outbox: Outbox,
         now: float,
         resumed: int | None = None,
-        memory: Memory | None = None,
     ) -> None:
         self.config, self.outbox = config, outbox
         self.run = Run(config, resumed)
-        self.book = TaskBook(ledger, memory, config.algorithm.group_size)
+        self.book = TaskBook(persistence, config.algorithm.group_size)
         self.store = ReadyStore(
             config.buffer.max_trajectories, config.buffer.max_bytes, 9 * config.sampling.context_tokens + 4096
         )
         self.versions = Versions(config.staleness)
         self.evaluation = Evaluation(config)
-        self.meter = StepMeter(now, ledger.tokens()["sampled"])
+        self.meter = StepMeter(now, self.book.ledger.tokens()["sampled"])
         shared = config, self.run, self.book, self.store, self.versions
         self.scheduler = Scheduler(*shared, self.evaluation, outbox)
         self.leases = LeaseTable(*shared, self.meter, outbox)
         self.report = Report(*shared, self.scheduler, self.leases, self.evaluation, self.meter)
         self._gap_alarm = GapAlarm(config.logprob_gap_limit)
-        self._restore(now)
+        self._restore(persistence.found, now)
 
     # -- issued, generating
 
@@ -302,7 +300,7 @@ class Broker:
         """Why a well-formed trajectory cannot be trained on, as a reason code; empty when it can."""
         if metadata["termination"] == "failed" or metadata["reward"] is None:  # the rollout itself says so
             return f"failed_{self.book.reason(metadata['reason'])}"
-        if sum(memoryview(frame).nbytes for frame in frames) > min(self.store.max_bytes, wal.MAX_BODY_BYTES):
+        if sum(memoryview(frame).nbytes for frame in frames) > self.store.max_bytes:
             return "larger_than_buffer"
         reason, text = self.versions.fault(metadata)
         if reason:
@@ -412,43 +410,37 @@ class Broker:
         return m.Welcome(self.versions.current, self.versions.weights, self.run.step)
 
     def note(self) -> dict[str, Any]:
-        """What a later broker needs to know beside ledger and log, as plain values."""
-        note: dict[str, Any] = {"ledger_step": self.book.ledger.last_step or 0}
+        """What a later broker needs to know beside ledger and frames, as plain values."""
+        note: dict[str, Any] = {}
         for owner in (self.run, self.versions, self.scheduler, self.leases, self.evaluation):
             note |= owner.note()
         plain: dict[str, Any] = msgspec.to_builtins(note)
         return plain
 
-    def _restore(self, now: float) -> None:
+    def _restore(self, found: Found, now: float) -> None:
         """Goes on where an earlier broker was; what is damaged is an event, and its tasks are started again."""
-        past = self.book.memory.past
-        for text in past.damage:
+        for text in found.damage:
             self.outbox.event("warning", f"{text}; what it was about is done again")
-        if past.goes_on:
-            self._take_over(past.note, now)
+        if found.goes_on:
+            self._take_over(found.note, now)
         leased = {ordinal for _, ordinals in self.book.ledger.leases() for ordinal in ordinals}
         for wanted in (True, False):  # what is leased must be in the buffer, what is ready may wait for room
-            for ordinal, frames in past.trajectories.items():
-                task = self.book.live.get(ordinal)
-                if task is not None and (ordinal in leased) == wanted:
-                    self.store.put(ordinal, frames, task.min_version)
-                    task.finished = now
+            for ordinal, frames in found.trajectories.items():
+                if (ordinal in leased) == wanted:
+                    self.store.put(ordinal, frames, self.book.live[ordinal].min_version)
+                    self.book.live[ordinal].finished = now
             if wanted:
                 self.leases.reopen()
-        if past.goes_on:
+        if found.goes_on:
             ready, running, leased_now = self.book.n_ready, len(self.book.running), self.leases.n_held
             where = f"step {self.run.step}, version {self.versions.current}"
             text = f"broker: goes on after {where}: {ready} ready, {leased_now} leased, {running} running"
             self.outbox.event("warning", text)
-        past.trajectories = {}
+        found.trajectories = {}
         for task in self.book.broken_groups():
             self.book.drop(task, INCOMPLETE)
 
     def _take_over(self, note: dict[str, Any], now: float) -> None:
-        if not note:
-            if step := self.book.ledger.last_step:
-                raise LedgerError(f"the log does not know step {step} of the ledger: resume the run")
-            return
         self.run.restore(note)
         self.versions.restore(note)
         self.scheduler.restore(note, now)

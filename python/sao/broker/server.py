@@ -1,4 +1,4 @@
-"""The broker's process: the broker behind a mailbox, with its ledger and log on disk."""
+"""The broker's process: the broker behind a mailbox, with its journal on disk."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from sao import _core
 from sao.broker.broker import Broker
-from sao.broker.ledger_file import LedgerFile
-from sao.broker.memory import Memory, last_line, open_log
 from sao.broker.outbox import SUPERVISOR, Address, Outbox
+from sao.broker.persistence import Persistence
 from sao.config import Config
 from sao.errors import ClosedError, LedgerError, TransportError, WireError
 from sao.storage.failpoints import failpoint
@@ -35,8 +33,8 @@ M = TypeVar("M", bound=m.Message)
 class Server:
     """Serves `endpoint` until the run is done and its workers have left; after `end`, `shutdown_s` later at the latest.
 
-    The ledger is `<run_folder>/ledger.log`, the log (`buffer.durability`) is in `<run_folder>/wal`. A broker of a run
-    with a log goes on where the one before it was killed; without, tasks that were left unfinished are started again.
+    Its journal is in `<run_folder>/journal`. Where that is durable (`buffer.durability`) a broker goes on where the one
+    before it was killed; elsewhere tasks that were left unfinished are started again.
     With `resume_step` the learner has lost later steps: what was trained in them is played again. `line` numbers such
     returns, so that a broker that is killed after one does not return once more. Raises `TransportError` when it cannot
     listen and `LedgerError` when the ledger is damaged.
@@ -65,28 +63,21 @@ class Server:
             heartbeat_s=transport.heartbeat_s,
             peer_timeout_s=transport.peer_timeout_s,
             keys=keys,
-            commit=self._persist if config.buffer.durability != "off" else None,
+            commit=self._persist,
         )
         self._mailbox = self.actor.mailbox
-        self.memory: Memory | None = None
+        self.persistence: Persistence | None = None
+        outbox = Outbox(self._push, self._answer_take)
         try:
-            self.ledger = _core.Ledger(str(run_folder / "ledger.log"))
-            self._ledger_file = LedgerFile(self.ledger, run_folder, config.buffer.ledger_growth_bytes)
-            log_ = open_log(config, run_folder)
-            if resume_step is not None and log_ is not None and line is not None and last_line(log_) == line:
-                resume_step = None  # an earlier broker has gone back already
-            back = [] if resume_step is None else self.ledger.rewind(resume_step)
-            failpoint("ledger.rewound")
-            limit = config.buffer.prefix_bytes
-            self.memory = Memory(log_, self.ledger, goes_on=resume_step is None, prefix_bytes=limit)
-            outbox, now = Outbox(self._push, self._answer_take), time.monotonic()
-            self.broker = Broker(config, self.ledger, outbox, now, resume_step, self.memory)
+            self.persistence = Persistence.open(config, run_folder, resume_step, line)
+            found = self.persistence.found
+            self.broker = Broker(config, self.persistence, outbox, time.monotonic(), found.resumed)
         except BaseException:
             self.actor.close(0)
-            if self.memory is not None:
-                self.memory.close()
+            if self.persistence is not None:
+                self.persistence.close()
             raise
-        if back:
+        if back := found.taken_back:
             steps, count = f"{back[-1]['step']} to {back[0]['step']}", sum(len(step["tasks"]) for step in back)
             outbox.event("warning", f"steps {steps} are lost; their {count} tasks are played again")
         self._register()
@@ -101,13 +92,10 @@ class Server:
             raise
         finally:
             self.actor.close()
-            try:
-                if self.memory is not None:
-                    done = self.broker.run.done
-                    self.memory.close(remove=done is not None and not done.failed)
-            finally:
-                self.ledger.close()
-                log.info("closed")
+            if self.persistence is not None:
+                done = self.broker.run.done
+                self.persistence.close(ended=done is not None and not done.failed)
+            log.info("closed")
 
     def end(self, reason: str) -> None:
         """Ends the run in order; the second call ends the broker at once. For signal handlers and other threads."""
@@ -219,8 +207,8 @@ class Server:
     # -- decisions out
 
     def _persist(self) -> None:
-        if self.memory is not None:
-            self.memory.commit({**self.broker.note(), "line": self._line})
+        if self.persistence is not None:
+            self.persistence.commit({**self.broker.note(), "line": self._line})
 
     def _push(self, to: Address, message: m.Message) -> None:
         """Sends to the peers of an address; what happens before the supervisor joins is kept for it."""
@@ -302,9 +290,6 @@ class Server:
     def _tick(self) -> None:
         now = time.monotonic()
         self.broker.tick(now)
-        if upto := self._ledger_file.due():
-            self._persist()  # the log is written before the ledger
-            self._ledger_file.fold(upto)
         if self.broker.run.done is None:
             return
         self._closing_since = self._closing_since or now

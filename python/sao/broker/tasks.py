@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from sao import _core
-from sao.broker.memory import Memory
+from sao.broker.persistence import Persistence
 from sao.transport.messages import Buffer
 
 Split = Literal["train", "eval"]
@@ -68,10 +68,10 @@ class TrainingTask:
 class TaskBook:
     """The unfinished tasks in the order in which they were issued. Every change is written to the ledger first."""
 
-    def __init__(self, ledger: Any, memory: Memory | None = None, group_size: int = 1) -> None:
-        """`memory`: what an earlier broker has left."""
-        self.ledger, self.memory, self.group_size = ledger, memory or Memory(None, ledger), group_size
-        goes_on = self.memory.past.goes_on
+    def __init__(self, persistence: Persistence, group_size: int = 1) -> None:
+        """Goes on with what an earlier broker has left in the ledger."""
+        self.persistence, self.ledger, self.group_size = persistence, persistence.ledger, group_size
+        goes_on, ledger = persistence.found.goes_on, self.ledger
         if not goes_on:
             for lease, _ in ledger.leases():
                 ledger.give_back(lease)
@@ -126,7 +126,7 @@ class TaskBook:
 
     def turns(self, ordinal: int) -> list[tuple[bytes, bytes]]:
         """The turns that are kept of a task, which its next attempt goes on after."""
-        prefix = self.memory.prefixes.get(ordinal)
+        prefix = self.persistence.prefixes.get(ordinal)
         return prefix.turns if prefix else []
 
     def turn(
@@ -135,7 +135,7 @@ class TaskBook:
         """Keeps a turn of a rollout that runs; of any other it is left out."""
         task = self.running.get(ordinal)
         if task is not None and task.attempt == attempt:
-            self.memory.turn(ordinal, attempt, part, tokens, version, header, payload)
+            self.persistence.turn(ordinal, part, tokens, version, header, payload)
 
     def diverged(self, ordinal: int, attempt: int) -> None:
         """A rollout could not go on after its turns and was begun anew: their tokens are dropped."""
@@ -148,7 +148,7 @@ class TaskBook:
         task = self.live.get(ordinal)
         if ordinal >= self.next_ordinal or (task is not None and attempt > task.attempt):
             return "unknown task"
-        if not self.memory.answered(ordinal, attempt):
+        if not self.ledger.answered(ordinal, attempt):
             return "duplicate"
         if task is not None and task.attempt == attempt and task.state != "queued":
             return task if task.state == "running" else "duplicate"
@@ -162,7 +162,7 @@ class TaskBook:
         """A running task is finished: `frames` are its trajectory (header, payload, sidecars)."""
         task.describe(metadata)
         self.ledger.ready(task.ordinal, task.attempt, task.sampled_tokens)
-        self.memory.trajectory(task.ordinal, task.attempt, frames)
+        self.persistence.trajectory(task.ordinal, frames)
         del self.running[task.ordinal]
         task.state, task.finished = "ready", now
 
@@ -214,8 +214,6 @@ class TaskBook:
         """
         self.ledger.trained(number, max(step, (self.ledger.last_step or 0) + 1), trained, masked)
         tasks = [self.live.pop(ordinal) for ordinal in ordinals]
-        for task in tasks:
-            self.memory.gone(task.ordinal)
         self.n_leased -= len(tasks)
         self.commits += 1
         return tasks
@@ -223,7 +221,7 @@ class TaskBook:
     def settle(self) -> None:
         """Checks that every token is somewhere and brings the ledger to the disk. Raises `LedgerError`."""
         self.ledger.check()
-        self.memory.settle()
+        self.persistence.settle()
 
     # -- started again, dropped
 
@@ -240,11 +238,10 @@ class TaskBook:
     def requeue(self, task: TrainingTask, reason: str, tokens: int | None = None, *, goes_on: bool = False) -> None:
         """Puts a task that is not queued back to be started again; `tokens` None: those it is known to have."""
         if task.state == "running" and not goes_on:
-            tokens = max(tokens or 0, self.memory.prefix_tokens(task.ordinal))
+            tokens = max(tokens or 0, self.persistence.prefix_tokens(task.ordinal))
         self.ledger.requeue(task.ordinal, reason, tokens)
-        self.memory.gone(task.ordinal, turns=False)
-        if not goes_on:  # said in the log, too, where the turns still are: the task itself is not over
-            self.memory.begin_anew(task.ordinal, task.attempt)
+        if not goes_on:
+            self.persistence.begin_anew(task.ordinal)
         self.running.pop(task.ordinal, None)
         task.state, task.attempt = "queued", task.attempt + 1
         heapq.heappush(self._queue, task.ordinal)
@@ -258,7 +255,7 @@ class TaskBook:
         back = [task for task in ready if task.max_version > version or task.ordinal not in ahead]
         for task in back:
             self.requeue(task, "rewound")
-        for ordinal, prefix in list(self.memory.prefixes.items()):
+        for ordinal, prefix in list(self.persistence.prefixes.items()):
             if prefix.version > version:
                 self._drop_turns(self.live[ordinal], "rewound")
         return [task.ordinal for task in back]
@@ -271,9 +268,9 @@ class TaskBook:
             task.attempt = self.ledger.issue(task.ordinal)
         if task.state == "ready":
             tokens = task.sampled_tokens
-        tokens = max(tokens, self.memory.prefix_tokens(task.ordinal))
+        tokens = max(tokens, self.persistence.prefix_tokens(task.ordinal))
         self.ledger.drop(task.ordinal, task.attempt, reason, tokens)
-        self.memory.gone(task.ordinal)
+        self.persistence.forget_turns(task.ordinal)
         self.dropped[reason] += 1
         self.running.pop(task.ordinal, None)
         del self.live[task.ordinal]
@@ -303,21 +300,15 @@ class TaskBook:
 
     def _restored(self, ordinal: int, attempt: int, phase: str, goes_on: bool) -> TrainingTask:
         """A task as an earlier broker has left it: with its trajectory, with its generator, or to be started again."""
-        task, left = TrainingTask(ordinal, attempt), self.memory.past.trajectories.get(ordinal)
+        task, left = TrainingTask(ordinal, attempt), self.persistence.found.trajectories.get(ordinal)
         if left is not None:
             task.describe(_core.summary(left[0]))
         if phase == "leased":
             self.n_leased += 1
             task.state = "leased"
         elif left is not None:
-            if phase == "issued":
-                self.ledger.generating(ordinal, attempt)
-            if phase != "ready":
-                self.ledger.ready(ordinal, attempt, task.sampled_tokens)
             task.state = "ready"
-        elif goes_on and phase in ("issued", "generating"):
-            if phase == "issued":
-                self.ledger.generating(ordinal, attempt)
+        elif goes_on and phase == "generating":
             task.state = "running"
             self.running[ordinal] = task
         elif phase != "requeued":  # turns that are kept of it go on with the next attempt
@@ -326,6 +317,6 @@ class TaskBook:
         return task
 
     def _drop_turns(self, task: TrainingTask, reason: str) -> None:
-        tokens = self.memory.begin_anew(task.ordinal, task.attempt)
+        tokens = self.persistence.begin_anew(task.ordinal)
         if tokens:
             self.ledger.waste(reason, tokens)

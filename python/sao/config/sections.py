@@ -282,7 +282,7 @@ class BufferSection(Section):
     ledger_growth_bytes: int = Field(
         1 << 24,
         ge=0,
-        description="bytes ledger.log may grow by before steps older than every checkpoint are folded; 0: no limit",
+        description="bytes the journal may grow by before steps older than every checkpoint are summed up; 0: never",
     )
 
 

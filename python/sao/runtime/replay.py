@@ -66,7 +66,7 @@ def _origin(run_folder: Path, step: int) -> tuple[Checkpoint | None, int]:
 
 def _check_line(run_folder: Path, first: int, metas: list[dict[str, Any]]) -> None:
     """A record that a resume has left behind is not of the run as it went."""
-    _, history = ledger_history(run_folder / "ledger.log", first - 1)
+    _, history = ledger_history(run_folder / "journal", first - 1)
     trained = {step["step"]: [list(task) for task in step["tasks"]] for step in history}
     for step, meta in enumerate(metas, first):
         if trained.get(step) != meta.get("tasks"):

@@ -72,7 +72,7 @@ def find(config: Config, run_folder: Path, *, tidy: bool = False) -> Resume:
     Raises `CheckpointError` when there are checkpoints but none of them is usable, `LedgerError` when the ledger is
     damaged, or no longer knows the steps before a checkpoint that is not there any more.
     """
-    ledger, folder = run_folder / "ledger.log", run_folder / "checkpoints"
+    ledger, folder = run_folder / "journal", run_folder / "checkpoints"
     tidied = tuple(checkpoints.tidy(folder)) if tidy else ()
     checkpoint, ignored = checkpoints.newest(folder, lambda found: _agree(ledger, found))
     if checkpoint is None and ignored:

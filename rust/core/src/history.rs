@@ -1,23 +1,12 @@
-//! Which tasks were trained in which step, read from the ledger's file, and steps that are taken back.
-//!
-//! A learner that continues from a checkpoint has lost the steps after it. `Ledger::rewind` takes them back, newest
-//! first, one record each: their tasks are requeued with the next attempt and their tokens count as dropped under
-//! `REWOUND`. A crash in between leaves a ledger that is whole and not yet as far back. What is read here is the line of
-//! history that survives: steps that were taken back are not in it.
+//! The steps that were trained and not taken back: the later ones one by one, of the earlier ones only which tasks.
 
-use std::path::Path;
+use serde::{Deserialize, Serialize};
 
-use crate::compact::Part;
-use crate::error::Result;
-use crate::event::Event;
-use crate::journal::Journal;
-use crate::ledger::{fault, Ledger, Phase, Runs, State, Task};
-
-/// The reason under which the tokens of steps that were taken back are counted.
-pub const REWOUND: &str = "rewound";
+use crate::error::{Error, Result};
+use crate::runs::Runs;
 
 /// One committed step.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TrainedStep {
     /// Its number.
     pub step: u64,
@@ -31,190 +20,49 @@ pub struct TrainedStep {
     pub masked: u64,
 }
 
-/// What is committed and was not taken back.
-#[derive(Debug, Clone, Default, PartialEq)]
+/// The steps of a ledger.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct History {
-    runs: Runs,
-    last: Option<u64>,
-    folded: Option<u64>,
-    /// Steps after the one that was asked for, in order.
+    /// Tasks of the steps that are no longer listed.
+    pub(crate) trained: Runs,
+    /// The last of those steps.
+    pub(crate) folded: Option<u64>,
+    /// Steps after it, in order.
     pub steps: Vec<TrainedStep>,
 }
 
 impl History {
-    /// Reads the steps after `after` from a ledger's file, and the set of tasks trained up to it. Changes nothing; a
-    /// torn tail is left out.
-    ///
-    /// # Errors
-    /// `Error::Ledger` when the file cannot be read, is damaged, or was compacted beyond `after`.
-    pub fn read(path: &Path, after: u64) -> Result<Self> {
-        let (mut state, mut found) = (State::default(), Self::default());
-        Journal::scan(path, |payload| {
-            let event = Event::of(payload)?;
-            found.note(&state, &event, after)?;
-            state.replay(&event)
-        })?;
-        state.check_whole()?;
-        if let Some(folded) = found.folded.filter(|folded| *folded > after) {
-            return fault(format!(
-                "{}: was compacted: steps up to {folded} are no longer listed one by one; asked for those after {after}",
-                path.display()
-            ));
+    /// Steps up to `upto` are no longer listed one by one and cannot be taken back.
+    pub(crate) fn fold(&mut self, upto: u64) {
+        let n = self.steps.partition_point(|step| step.step <= upto);
+        for step in self.steps.drain(..n) {
+            self.folded = Some(step.step);
+            for (ordinal, _) in step.members {
+                self.trained.insert(ordinal);
+            }
         }
-        Ok(found)
     }
 
-    /// Ordinals trained in steps up to the one asked for, as runs (first, one past the last).
+    /// Ordinals trained in the steps that are no longer listed, as runs (first, one past the last).
     pub fn trained_before(&self) -> Vec<(u64, u64)> {
-        self.runs.0.iter().map(|(a, b)| (*a, *b)).collect()
+        self.trained.iter().collect()
     }
 
-    pub(crate) fn note(&mut self, state: &State, event: &Event, after: u64) -> Result<()> {
-        match event {
-            Event::Base(base) => {
-                self.folded = base.last_step;
-                self.last = base.last_step;
-            }
-            Event::Part(Part::Trained(runs)) if !self.runs.append(runs) => {
-                return fault("trained tasks out of order".into());
-            }
-            Event::Trained {
-                lease,
-                step,
-                trained,
-                masked,
-            } => {
-                let members: Vec<(u64, u64)> = state
-                    .leases
-                    .get(lease)
-                    .into_iter()
-                    .flatten()
-                    .map(|ordinal| (*ordinal, state.open.get(ordinal).map_or(0, |t| t.attempt)))
-                    .collect();
-                if *step > after {
-                    self.steps.push(TrainedStep {
-                        step: *step,
-                        lease: *lease,
-                        members,
-                        trained: *trained,
-                        masked: *masked,
-                    });
-                } else {
-                    self.last = Some(*step);
-                    for (ordinal, _) in members {
-                        self.runs.insert(ordinal);
-                    }
-                }
-            }
-            Event::Rewind {
-                step,
-                before,
-                members,
-                ..
-            } => {
-                if *step > after {
-                    self.steps.pop();
-                } else {
-                    self.last = *before;
-                    for (ordinal, _) in members {
-                        self.runs.remove(*ordinal);
-                    }
-                }
-            }
-            _ => {}
-        }
-        Ok(())
-    }
-}
-
-impl State {
-    /// Takes the last committed step back.
-    pub(crate) fn take_back(
-        &mut self,
-        step: u64,
-        before: Option<u64>,
-        trained: u64,
-        masked: u64,
-        members: &[(u64, u64)],
-    ) -> Result<bool> {
-        self.check_reason(REWOUND)?;
-        if self.last_step != Some(step) || before.is_some_and(|before| before >= step) {
-            return fault(format!(
-                "step {step} after {before:?} cannot be taken back: the last committed step is {:?}",
-                self.last_step
-            ));
-        }
-        let mut ordinals: Vec<u64> = members.iter().map(|(ordinal, _)| *ordinal).collect();
-        ordinals.sort_unstable();
-        ordinals.dedup();
-        let fits = self.tokens.trained >= trained
-            && self.tokens.masked >= masked
-            && self.trained >= members.len() as u64
-            && ordinals.len() == members.len()
-            && ordinals.iter().all(|o| self.finished.contains(*o));
-        if !fits {
-            return fault(format!("step {step} was not committed with these tasks"));
-        }
-        for (ordinal, attempt) in members {
-            self.finished.remove(*ordinal);
-            self.place(
-                *ordinal,
-                Task {
-                    attempt: attempt + 1,
-                    phase: Phase::Requeued,
-                    tokens: 0,
-                    lease: 0,
-                },
-            );
-        }
-        self.trained -= members.len() as u64;
-        self.tokens.trained -= trained;
-        self.tokens.masked -= masked;
-        *self.tokens.dropped.entry(REWOUND.to_owned()).or_default() += trained + masked;
-        self.last_step = before;
-        Ok(true)
-    }
-}
-
-impl Ledger {
-    /// Takes back every step after `step`, newest first; returns them in that order. Their tasks are to be issued again
-    /// with the next attempt.
+    /// The steps after `step`.
     ///
     /// # Errors
-    /// `Error::Ledger` when the ledger is behind `step`, has no file to read its steps from, or the file fails.
-    pub fn rewind(&mut self, step: u64) -> Result<Vec<TrainedStep>> {
-        let last = self.last_step().unwrap_or(0);
-        if last < step {
-            return fault(format!(
-                "cannot go back to step {step}: the last committed step is {last}"
-            ));
+    /// `Error::Ledger` when some of them are no longer listed.
+    pub fn after(&self, step: u64) -> Result<&[TrainedStep]> {
+        match self.folded.filter(|folded| *folded > step) {
+            None => Ok(&self.steps[self.steps.partition_point(|s| s.step <= step)..]),
+            Some(folded) => Err(Error::Ledger(format!(
+                "steps up to {folded} are no longer listed one by one; asked for those after {step}"
+            ))),
         }
-        if last == step {
-            return Ok(Vec::new());
-        }
-        self.flush()?;
-        let Some(journal) = &self.journal else {
-            return fault(format!(
-                "cannot go back to step {step}: a ledger without a file does not know which tasks were in a step"
-            ));
-        };
-        let History { last, steps, .. } = History::read(journal.path(), step)?;
-        let mut back = Vec::with_capacity(steps.len());
-        for index in (0..steps.len()).rev() {
-            let taken = &steps[index];
-            let before = index
-                .checked_sub(1)
-                .map_or(last, |before| Some(steps[before].step));
-            self.record(&Event::Rewind {
-                step: taken.step,
-                before,
-                trained: taken.trained,
-                masked: taken.masked,
-                members: taken.members.clone(),
-            })?;
-            back.push(taken.clone());
-        }
-        self.flush()?;
-        Ok(back)
+    }
+
+    /// The last step.
+    pub(crate) fn last_step(&self) -> Option<u64> {
+        self.steps.last().map(|step| step.step).or(self.folded)
     }
 }

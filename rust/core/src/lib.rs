@@ -3,24 +3,26 @@
 #![cfg_attr(loom, allow(dead_code))] // `tests/models.rs` builds this without the models in it
 
 pub mod advantage;
+mod books;
 mod budget;
 pub mod buffer;
 mod checksum;
-mod compact;
 mod cpu;
 pub mod error;
 mod event;
 mod fold;
-pub mod history;
+mod history;
 mod index;
-pub mod journal;
+mod journal;
 pub mod ledger;
 pub mod pack;
 pub mod plan;
 mod pool;
 mod reader;
+mod record;
 mod ring;
 mod rules;
+mod runs;
 pub mod sidecar;
 pub mod staleness;
 mod sync;

@@ -1,13 +1,13 @@
-//! A ledger file from outside: any bytes (first byte even), or records with right checksums and any content (odd).
+//! A journal's segment from outside: any bytes (first byte even), or records with right checksums and any content (odd).
 //! What opens must balance, and open again to the same.
 #![no_main]
 
-#[path = "../../core/tests/common/ledger_file.rs"]
-mod ledger_file;
+#[path = "../../core/tests/common/segment.rs"]
+mod segment;
 
-use ledger_file::file_of;
 use libfuzzer_sys::fuzz_target;
 use sao_core::ledger::Ledger;
+use segment::segment_of;
 
 fuzz_target!(|data: &[u8]| {
     let folder = if std::path::Path::new("/dev/shm").is_dir() {
@@ -16,13 +16,21 @@ fuzz_target!(|data: &[u8]| {
         "/tmp"
     };
     let path = std::path::PathBuf::from(format!("{folder}/sao-fuzz-{}", std::process::id()));
-    std::fs::write(&path, file_of(data)).expect("written");
-    if let Ok(ledger) = Ledger::open(Some(&path)) {
-        ledger.check().expect("balanced");
-        let (counts, tokens) = (ledger.counts(), ledger.tokens().clone());
+    let segment = path.join("00000001.journal");
+    let _ = std::fs::create_dir(&path);
+    std::fs::write(&segment, segment_of(data)).expect("written");
+    if let Ok(mut ledger) = Ledger::open(Some(&path), 1) {
+        ledger.books().check().expect("balanced");
+        let opened = ledger.books().clone();
+        for (ordinal, ..) in opened.unfinished() {
+            let _ = ledger.frames(ordinal);
+        }
+        ledger.roll(0).expect("there is room");
         drop(ledger);
-        let again = Ledger::open(Some(&path)).expect("opens again");
-        assert_eq!((again.counts(), again.tokens()), (counts, &tokens));
+        let mut again = Ledger::open(Some(&path), 1).expect("opens again");
+        assert_eq!(again.books(), &opened);
+        let _ = again.rewind(0);
+        again.books().check().expect("balanced after the way back");
     }
-    let _ = std::fs::remove_file(&path);
+    let _ = std::fs::remove_dir_all(&path);
 });

@@ -1,52 +1,79 @@
 //! Bindings of `sao_core::ledger`.
 
+use std::fmt::Display;
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use pyo3::buffer::PyUntypedBuffer;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
-use sao_core::history::{History, TrainedStep};
-use sao_core::ledger as core;
-use sao_core::Error;
+use pyo3::types::{PyBytes, PyDict, PyTuple};
+use sao_core::ledger::{self as core, Event, Stored, TrainedStep, SEGMENT_BYTES};
+use sao_core::{Error, Result};
 
 use crate::error::{guard, to_py};
+use crate::lend;
 
-/// A count or ordinal: an integer from 0 to 2^63 - 1; or what was given instead.
-struct Natural(std::result::Result<u64, String>);
-
-impl<'py> FromPyObject<'_, 'py> for Natural {
-    type Error = PyErr;
-
-    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let number = value.extract::<i64>().ok();
-        let number = number.and_then(|number| u64::try_from(number).ok());
-        Ok(Self(number.ok_or_else(|| {
-            let shown = value.repr();
-            shown.map_or_else(|_| "?".into(), |text| text.to_string())
-        })))
-    }
+/// A count or ordinal: an integer from 0 to 2^63 - 1.
+fn natural(value: &Bound<'_, PyAny>, field: impl Display) -> PyResult<u64> {
+    let number = value
+        .extract::<i64>()
+        .ok()
+        .and_then(|n| u64::try_from(n).ok());
+    number.ok_or_else(|| {
+        let shown = value.repr().map_or("?".into(), |text| text.to_string());
+        let range = "is not an integer from 0 to 2^63 - 1";
+        to_py(Error::Ledger(format!("{field}: {shown} {range}")))
+    })
 }
 
-impl Natural {
-    /// The number, or an error that names the argument `field`.
-    fn get(self, field: impl std::fmt::Display) -> PyResult<u64> {
-        self.0.map_err(|shown| {
-            ledger_error(format!(
-                "{field}: {shown} is not an integer from 0 to 2^63 - 1"
-            ))
-        })
-    }
-}
-
-fn all(field: &str, numbers: Vec<Natural>) -> PyResult<Vec<u64>> {
-    let numbers = numbers.into_iter().enumerate();
-    numbers
-        .map(|(index, number)| number.get(format_args!("{field}[{index}]")))
+fn naturals(values: &[Bound<'_, PyAny>], field: &str) -> PyResult<Vec<u64>> {
+    let values = values.iter().enumerate();
+    values
+        .map(|(index, value)| natural(value, format_args!("{field}[{index}]")))
         .collect()
 }
 
-fn ledger_error(text: impl Into<String>) -> PyErr {
-    to_py(Error::Ledger(text.into()))
+/// Such a number as an argument of this name.
+macro_rules! arguments {
+    ($($name:ident $text:literal)*) => {$(
+        struct $name(u64);
+
+        impl<'py> FromPyObject<'_, 'py> for $name {
+            type Error = PyErr;
+
+            fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+                natural(&value, $text).map(Self)
+            }
+        }
+    )*};
+}
+
+arguments! {
+    Ordinal "ordinal" Attempt "attempt" LeaseId "lease_id" Sampled "sampled_tokens"
+    Step "step" UptoStep "upto_step" AfterStep "after_step"
+}
+
+/// The frames of a record, read where Python has them.
+struct Frames(Vec<PyUntypedBuffer>);
+
+impl<'py> FromPyObject<'_, 'py> for Frames {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let frames = value.try_iter()?.map(|frame| PyUntypedBuffer::get(&frame?));
+        let frames: Vec<_> = frames.collect::<PyResult<_>>()?;
+        if frames.iter().all(PyUntypedBuffer::is_c_contiguous) {
+            return Ok(Self(frames));
+        }
+        let text = "frames: expected contiguous bytes".into();
+        Err(to_py(Error::Ledger(text)))
+    }
+}
+
+impl Frames {
+    fn bytes(&self) -> Vec<&[u8]> {
+        self.0.iter().map(lend::bytes).collect()
+    }
 }
 
 /// Where every task of a run is and where every sampled token went; see `sao._core.pyi`.
@@ -60,143 +87,165 @@ impl Ledger {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn with<T>(&self, call: impl FnOnce(&mut core::Ledger) -> sao_core::Result<T>) -> PyResult<T> {
+    fn with<T>(&self, call: impl FnOnce(&mut core::Ledger) -> Result<T>) -> PyResult<T> {
         guard(|| match self.lock().as_mut() {
             Some(ledger) => call(ledger),
             None => Err(Error::Closed("the ledger is closed".into())),
         })
     }
+
+    fn look<T>(&self, call: impl FnOnce(&core::Books) -> T) -> PyResult<T> {
+        self.with(|ledger| Ok(call(ledger.books())))
+    }
+
+    fn record(&self, event: &Event) -> PyResult<bool> {
+        self.with(|ledger| ledger.record(event))
+    }
+
+    fn done(&self, event: &Event) -> PyResult<()> {
+        self.record(event).map(drop)
+    }
 }
 
 #[pymethods]
+#[allow(clippy::needless_pass_by_value)] // arguments from Python arrive owned
 impl Ledger {
     #[new]
-    #[pyo3(signature = (path = None))]
-    #[allow(clippy::needless_pass_by_value)] // arguments from Python arrive owned
-    fn new(py: Python<'_>, path: Option<PathBuf>) -> PyResult<Self> {
-        let ledger = py.detach(|| guard(|| core::Ledger::open(path.as_deref())))?;
+    #[pyo3(signature = (path = None, *, segment_bytes = SEGMENT_BYTES))]
+    fn new(py: Python<'_>, path: Option<PathBuf>, segment_bytes: u64) -> PyResult<Self> {
+        let open = || guard(|| core::Ledger::open(path.as_deref(), segment_bytes));
         Ok(Self {
-            inner: Mutex::new(Some(ledger)),
+            inner: Mutex::new(Some(py.detach(open)?)),
         })
     }
 
-    fn issue(&self, ordinal: Natural) -> PyResult<u64> {
-        let ordinal = ordinal.get("ordinal")?;
-        self.with(|ledger| ledger.issue(ordinal))
+    fn issue(&self, ordinal: Ordinal) -> PyResult<u64> {
+        self.with(|ledger| {
+            ledger.record(&Event::Issue(ordinal.0))?;
+            let task = ledger.books().task(ordinal.0);
+            Ok(task.map_or(0, |(attempt, _)| attempt))
+        })
     }
 
-    fn generating(&self, ordinal: Natural, attempt: Natural) -> PyResult<()> {
-        let ordinal = ordinal.get("ordinal")?;
-        let attempt = attempt.get("attempt")?;
-        self.with(|ledger| ledger.generating(ordinal, attempt))
+    fn generating(&self, ordinal: Ordinal, attempt: Attempt) -> PyResult<()> {
+        self.done(&Event::Generating(ordinal.0, attempt.0))
     }
 
-    fn ready(&self, ordinal: Natural, attempt: Natural, sampled_tokens: Natural) -> PyResult<bool> {
-        let ordinal = ordinal.get("ordinal")?;
-        let attempt = attempt.get("attempt")?;
-        let sampled_tokens = sampled_tokens.get("sampled_tokens")?;
-        self.with(|ledger| ledger.ready(ordinal, attempt, sampled_tokens))
+    fn ready(&self, ordinal: Ordinal, attempt: Attempt, sampled_tokens: Sampled) -> PyResult<bool> {
+        self.record(&Event::Ready(ordinal.0, attempt.0, sampled_tokens.0))
     }
 
-    fn lease(&self, ordinals: Vec<Natural>, lease_id: Natural) -> PyResult<()> {
-        let lease_id = lease_id.get("lease_id")?;
-        let ordinals = all("ordinals", ordinals)?;
-        self.with(|ledger| ledger.lease(&ordinals, lease_id))
+    fn lease(&self, ordinals: Vec<Bound<'_, PyAny>>, lease_id: LeaseId) -> PyResult<()> {
+        self.done(&Event::Lease(lease_id.0, naturals(&ordinals, "ordinals")?))
     }
 
-    fn give_back(&self, lease_id: Natural) -> PyResult<()> {
-        let lease_id = lease_id.get("lease_id")?;
-        self.with(|ledger| ledger.give_back(lease_id))
+    fn give_back(&self, lease_id: LeaseId) -> PyResult<()> {
+        self.done(&Event::GiveBack(lease_id.0))
     }
 
     fn trained(
         &self,
-        lease_id: Natural,
-        step: Natural,
+        lease_id: LeaseId,
+        step: Step,
         trained_tokens: &Bound<'_, PyAny>,
         masked_tokens: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let lease_id = lease_id.get("lease_id")?;
-        let step = step.get("step")?;
+        let (trained, masked) = ("trained_tokens", "masked_tokens");
         let lists = (
-            trained_tokens.extract::<Vec<Natural>>(),
-            masked_tokens.extract::<Vec<Natural>>(),
+            trained_tokens.extract::<Vec<_>>(),
+            masked_tokens.extract::<Vec<_>>(),
         );
-        let used = match lists {
-            (Ok(trained), Ok(masked)) if trained.len() == masked.len() => {
-                let trained = all("trained_tokens", trained)?;
-                let masked = all("masked_tokens", masked)?;
-                core::Use::Each(trained.into_iter().zip(masked).collect())
+        let (trained, masked) = match lists {
+            (Ok(each), Ok(of_each)) => {
+                let used = (naturals(&each, trained)?, naturals(&of_each, masked)?);
+                self.with(|ledger| ledger.total(lease_id.0, &used.0, &used.1))?
             }
-            (Ok(trained), Ok(masked)) => {
-                return Err(ledger_error(format!(
-                    "trained_tokens has {} entries, masked_tokens {}",
-                    trained.len(),
-                    masked.len()
-                )))
-            }
-            (Err(_), Err(_)) => {
-                let (trained, masked): (Natural, Natural) =
-                    (trained_tokens.extract()?, masked_tokens.extract()?);
-                core::Use::Total(trained.get("trained_tokens")?, masked.get("masked_tokens")?)
-            }
+            (Err(_), Err(_)) => (
+                natural(trained_tokens, trained)?,
+                natural(masked_tokens, masked)?,
+            ),
             _ => {
-                return Err(ledger_error(
-                    "trained_tokens and masked_tokens: give two totals or two lists",
-                ))
+                let text = format!("{trained} and {masked}: give two totals or two lists");
+                return Err(to_py(Error::Ledger(text)));
             }
         };
-        self.with(|ledger| ledger.trained(lease_id, step, &used))
+        self.done(&Event::Trained(lease_id.0, step.0, trained, masked))
     }
 
     #[pyo3(signature = (ordinal, attempt, reason, sampled_tokens = None))]
     fn drop(
         &self,
-        ordinal: Natural,
-        attempt: Natural,
-        reason: &str,
-        sampled_tokens: Option<Natural>,
+        ordinal: Ordinal,
+        attempt: Attempt,
+        reason: String,
+        sampled_tokens: Option<Sampled>,
     ) -> PyResult<bool> {
-        let ordinal = ordinal.get("ordinal")?;
-        let attempt = attempt.get("attempt")?;
-        let sampled_tokens = sampled_tokens
-            .map(|n| n.get("sampled_tokens"))
-            .transpose()?;
-        self.with(|ledger| ledger.drop_task(ordinal, attempt, reason, sampled_tokens))
+        let tokens = sampled_tokens.map(|tokens| tokens.0);
+        self.record(&Event::Drop(ordinal.0, attempt.0, reason, tokens))
     }
 
-    #[pyo3(signature = (ordinal, reason = "requeued", sampled_tokens = None))]
+    #[pyo3(signature = (ordinal, reason = "requeued".to_owned(), sampled_tokens = None))]
     fn requeue(
         &self,
-        ordinal: Natural,
-        reason: &str,
-        sampled_tokens: Option<Natural>,
+        ordinal: Ordinal,
+        reason: String,
+        sampled_tokens: Option<Sampled>,
     ) -> PyResult<()> {
-        let ordinal = ordinal.get("ordinal")?;
-        let sampled_tokens = sampled_tokens
-            .map(|n| n.get("sampled_tokens"))
-            .transpose()?;
-        self.with(|ledger| ledger.requeue(ordinal, reason, sampled_tokens))
+        let tokens = sampled_tokens.map(|tokens| tokens.0);
+        self.done(&Event::Requeue(ordinal.0, reason, tokens))
     }
 
-    fn waste(&self, reason: &str, sampled_tokens: Natural) -> PyResult<()> {
-        let sampled_tokens = sampled_tokens.get("sampled_tokens")?;
-        self.with(|ledger| ledger.waste(reason, sampled_tokens))
+    fn waste(&self, reason: String, sampled_tokens: Sampled) -> PyResult<()> {
+        self.done(&Event::Waste(reason, sampled_tokens.0))
     }
 
-    fn rewind<'py>(&self, py: Python<'py>, step: Natural) -> PyResult<Vec<Bound<'py, PyDict>>> {
-        let step = step.get("step")?;
-        let back = py.detach(|| self.with(|ledger| ledger.rewind(step)))?;
+    fn begin_anew(&self, ordinal: Ordinal) -> PyResult<()> {
+        self.done(&Event::Anew(ordinal.0))
+    }
+
+    fn answered(&self, ordinal: Ordinal, attempt: Attempt) -> PyResult<bool> {
+        self.record(&Event::Answered(ordinal.0, attempt.0))
+    }
+
+    fn rewind<'py>(&self, py: Python<'py>, step: Step) -> PyResult<Vec<Bound<'py, PyDict>>> {
+        let back = py.detach(|| self.with(|ledger| ledger.rewind(step.0)))?;
         back.iter().map(|step| described(py, step)).collect()
     }
 
-    fn compact(&self, py: Python<'_>, upto_step: Natural) -> PyResult<(u64, u64)> {
-        let upto_step = upto_step.get("upto_step")?;
-        py.detach(|| self.with(|ledger| ledger.compact(upto_step)))
+    fn trajectory(&self, ordinal: Ordinal, frames: Frames) -> PyResult<()> {
+        self.with(|ledger| ledger.trajectory(ordinal.0, &frames.bytes()))
+    }
+
+    fn turn(&self, ordinal: Ordinal, part: u32, frames: Frames) -> PyResult<()> {
+        self.with(|ledger| ledger.turn(ordinal.0, part, &frames.bytes()))
+    }
+
+    fn frames<'py>(&self, py: Python<'py>, ordinal: Ordinal) -> PyResult<Vec<Bound<'py, PyTuple>>> {
+        let found = py.detach(|| self.with(|ledger| ledger.frames(ordinal.0)))?;
+        let frames = |stored: &Stored| {
+            let frames = stored.frames().into_iter();
+            PyTuple::new(py, frames.map(|f| PyBytes::new(py, f)).collect::<Vec<_>>())
+        };
+        found.iter().map(frames).collect()
+    }
+
+    #[getter]
+    fn damage(&self) -> PyResult<Vec<String>> {
+        self.with(|ledger| Ok(ledger.damage().to_vec()))
+    }
+
+    #[getter]
+    fn note<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        self.look(|books| PyBytes::new(py, &books.note))
+    }
+
+    #[setter]
+    fn set_note(&self, note: Vec<u8>) -> PyResult<()> {
+        self.done(&Event::Note(note))
     }
 
     fn counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let counts = self.with(|ledger| Ok(ledger.counts()))?;
+        let counts: Vec<_> = self.look(|books| books.counts().collect())?;
         let out = PyDict::new(py);
         for (name, count) in counts {
             out.set_item(name, count)?;
@@ -205,54 +254,67 @@ impl Ledger {
     }
 
     fn tokens<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let tokens = self.with(|ledger| Ok(ledger.tokens().clone()))?;
-        let dropped = PyDict::new(py);
-        for (reason, count) in &tokens.dropped {
-            dropped.set_item(reason, count)?;
-        }
+        let tokens = self.look(|books| books.tokens.clone())?;
         let out = PyDict::new(py);
         out.set_item("sampled", tokens.sampled)?;
         out.set_item("trained", tokens.trained)?;
         out.set_item("masked", tokens.masked)?;
-        out.set_item("dropped", dropped)?;
+        out.set_item("dropped", tokens.dropped)?;
         out.set_item("held", tokens.held)?;
         Ok(out)
     }
 
     fn check(&self) -> PyResult<()> {
-        self.with(|ledger| ledger.check())
+        self.with(|ledger| ledger.books().check())
     }
 
-    fn state(&self, ordinal: Natural) -> PyResult<&'static str> {
-        let ordinal = ordinal.get("ordinal")?;
-        self.with(|ledger| Ok(ledger.state(ordinal)))
+    fn state(&self, ordinal: Ordinal) -> PyResult<&'static str> {
+        self.look(|books| books.where_is(ordinal.0))
     }
 
     fn unfinished(&self) -> PyResult<Vec<(u64, u64, &'static str)>> {
-        let tasks = self.with(|ledger| Ok(ledger.unfinished()))?;
-        Ok(tasks
-            .into_iter()
-            .map(|(o, a, phase)| (o, a, phase.name()))
-            .collect())
+        self.look(|books| {
+            let tasks = books.unfinished();
+            tasks.map(|(o, a, phase)| (o, a, phase.name())).collect()
+        })
     }
 
     fn leases(&self) -> PyResult<Vec<(u64, Vec<u64>)>> {
-        self.with(|ledger| Ok(ledger.leases()))
+        self.look(|books| books.leases.clone().into_iter().collect())
     }
 
     #[getter]
     fn next_ordinal(&self) -> PyResult<u64> {
-        self.with(|ledger| Ok(ledger.next_ordinal()))
+        self.look(|books| books.next_ordinal)
     }
 
     #[getter]
     fn last_step(&self) -> PyResult<Option<u64>> {
-        self.with(|ledger| Ok(ledger.last_step()))
+        self.look(|books| books.last_step)
     }
 
     #[getter]
     fn entries(&self) -> PyResult<usize> {
-        self.with(|ledger| Ok(ledger.entries()))
+        self.look(core::Books::entries)
+    }
+
+    #[getter]
+    fn n_bytes(&self) -> PyResult<u64> {
+        self.with(|ledger| Ok(ledger.bytes()))
+    }
+
+    #[getter]
+    fn due(&self) -> PyResult<bool> {
+        self.with(|ledger| Ok(ledger.due()))
+    }
+
+    #[getter]
+    fn full(&self) -> PyResult<bool> {
+        self.with(|ledger| Ok(ledger.full()))
+    }
+
+    fn roll(&self, py: Python<'_>, upto_step: UptoStep) -> PyResult<()> {
+        py.detach(|| self.with(|ledger| ledger.roll(upto_step.0)))
     }
 
     fn flush(&self) -> PyResult<()> {
@@ -261,12 +323,12 @@ impl Ledger {
 
     fn sync(&self, py: Python<'_>) -> PyResult<()> {
         // The disk is waited for without the GIL and without the lock, so other threads go on meanwhile.
-        py.detach(|| match self.with(core::Ledger::flush)? {
-            Some(file) => file
-                .sync_data()
-                .map_err(|error| ledger_error(format!("the ledger could not be synced: {error}"))),
-            None => Ok(()),
-        })
+        py.detach(
+            || match self.with(core::Ledger::flush)?.map(|file| file.sync_data()) {
+                Some(Err(error)) => self.with(|ledger| Err(ledger.failed(&error))),
+                _ => Ok(()),
+            },
+        )
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
@@ -283,7 +345,7 @@ impl Ledger {
     }
 
     #[pyo3(signature = (*_error))]
-    fn __exit__(&self, py: Python<'_>, _error: &Bound<'_, pyo3::types::PyTuple>) -> PyResult<()> {
+    fn __exit__(&self, py: Python<'_>, _error: &Bound<'_, PyTuple>) -> PyResult<()> {
         self.close(py)
     }
 }
@@ -298,18 +360,17 @@ fn described<'py>(py: Python<'py>, step: &TrainedStep) -> PyResult<Bound<'py, Py
     Ok(out)
 }
 
-type Ordinals = Vec<(u64, u64)>;
+type Runs = Vec<(u64, u64)>;
 
 #[pyfunction]
-#[pyo3(signature = (path, after_step = Natural(Ok(0))))]
+#[pyo3(signature = (path, after_step = AfterStep(0)))]
 #[allow(clippy::needless_pass_by_value)] // arguments from Python arrive owned
 fn ledger_history(
     py: Python<'_>,
     path: PathBuf,
-    after_step: Natural,
-) -> PyResult<(Ordinals, Vec<Bound<'_, PyDict>>)> {
-    let (path, after_step) = (path.as_path(), after_step.get("after_step")?);
-    let found = py.detach(|| guard(|| History::read(path, after_step)))?;
+    after_step: AfterStep,
+) -> PyResult<(Runs, Vec<Bound<'_, PyDict>>)> {
+    let found = py.detach(|| guard(|| core::history(&path, after_step.0)))?;
     let steps = found.steps.iter().map(|step| described(py, step));
     Ok((found.trained_before(), steps.collect::<PyResult<_>>()?))
 }
