@@ -383,19 +383,20 @@ def test_cancelling_an_episode_closes_the_environment_once(tiny_model: Path) -> 
 def test_a_rebuilt_window_opens_a_new_segment_and_keeps_both(tiny_model: Path) -> None:
     """What a compaction does: the policy goes on from other messages, both stretches stay as they were sampled."""
     renderer = Renderer(tiny_model)
-    recorder = Recorder(ScriptedEngine(), renderer, configured(tiny_model), TASK)
-    window = Window(recorder)
+    recorder = Recorder(ScriptedEngine(says(20, END)), renderer, configured(tiny_model), TASK)
+    window = Window(renderer, 64)
 
-    async def turn_of(ids: list[int]) -> None:
-        request = Request("r", "s", window.ids, 8, 1.0, (END,))
-        window.sampled(await ScriptedEngine(says(*ids)).generate(request))
+    def turn_of(ids: list[int]) -> None:
+        recorder.engine.script = says(*ids)  # type: ignore[attr-defined]
+        completion, window.segment = asyncio.run(recorder.turn(window.ids, 6, window.segment))
+        window.sampled(completion.token_ids)
 
     assert window.open([Message("user", "a")])
-    asyncio.run(turn_of([20, END]))
-    assert not window.rebuild([Message("user", "a " * 100)]) and window.segment_index == 0
-    assert window.rebuild([Message("user", "d")]) and window.segment_index == 1
+    turn_of([20, END])
+    assert not window.rebuild([Message("user", "a " * 100)]) and window.segment is not None
+    assert window.rebuild([Message("user", "d")]) and window.segment is None
     assert window.ids.tolist() == renderer.initial([Message("user", "d")]).tolist()
-    asyncio.run(turn_of([21, 22, END]))
+    turn_of([21, 22, END])
     first, second = recorder.segments()
     assert (first.kind, first.n_actions, second.kind, second.n_actions) == ("execution", 2, "execution", 3)
     assert window.room_tokens == 64 - second.n_tokens

@@ -97,11 +97,11 @@ class AgentSession:
                 raise ApiError(400, text, param="messages", code="context_length_exceeded")
             limit = min(room, config.sampling.max_response_tokens, max_tokens or room)
             try:
-                completion = await self.recorder.turn(ids, limit)
+                completion, segment = await self.recorder.turn(ids, limit, segment)
             except Error as error:
                 self.fault = self.fault or error
                 raise ApiError(503, f"the engine failed: {error}", code="engine_failed") from None
-            segment = self.recorder.write(segment, ids, completion)
+            assert segment is not None
             text = self.recorder.renderer.decode(completion.token_ids)
             point = _Point(segment, np.concatenate([ids, completion.token_ids]))
             self._points[_key((*messages, Message("assistant", text)))] = point

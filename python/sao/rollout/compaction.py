@@ -175,12 +175,11 @@ class Compaction:
         else:
             return "summary_request"
         name = f"summary-{len(self.summary_tokens)}"
-        completion = await self.recorder.sample(name, prompt, most, shared.summariser)
+        segment = window.segment if shared.config.merge_summary and kept == n_steps else None
+        completion, _ = await self.recorder.sample(name, prompt, most, segment, "summary", shared.summariser)
         self.summary_tokens.append(completion.token_ids.size)
         self.stop_reasons.append(completion.stop_reason)
         self.rolled_back += n_steps - kept
-        if shared.summariser is None:
-            window.summarised(prompt, completion, merge=shared.config.merge_summary and kept == n_steps)
         text = visible(shared.renderer.decode(completion.token_ids), shared.renderer.reasons_first)
         if not text:
             return "empty_summary"

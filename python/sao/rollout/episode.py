@@ -71,7 +71,7 @@ class _Episode:
         self, recorder: Recorder, env: Environment, compactor: Compactor | None, calls: asyncio.Semaphore | None
     ) -> None:
         self.recorder, self.env, self.config = recorder, env, recorder.config
-        self.window = Window(recorder)
+        self.window = Window(recorder.renderer, recorder.config.sampling.context_tokens)
         self.compactor, self.calls = compactor, calls
         self.compaction: Compaction | None = None
         self.turn_rewards: list[tuple[int, int, float]] = []
@@ -94,8 +94,8 @@ class _Episode:
             self.compaction = Compaction(shared, window, recorder)
         while True:
             limit = min(self.config.sampling.max_response_tokens, window.room_tokens)
-            completion = await recorder.turn(window.ids, limit)
-            window.sampled(completion)
+            completion, window.segment = await recorder.turn(window.ids, limit, window.segment)
+            window.sampled(completion.token_ids)
             text = recorder.renderer.decode(completion.token_ids)
             result = check_step(await self.call("step", partial(self.env.step, text)), self.env.reward_range)
             recorder.replay.observed(result.messages, result.reward, done=result.done)
@@ -103,7 +103,7 @@ class _Episode:
                 assert result.reward is not None
                 return self.end(Termination("finished"), result.reward)
             if result.reward is not None:
-                self.turn_rewards.append((window.segment_index, window.ids.size - 1, result.reward))
+                self.turn_rewards.append((recorder.n_segments - 1, window.ids.size - 1, result.reward))
             if recorder.turns >= self.config.env.max_turns:
                 return self.truncated("max_turns")
             if (reason := await self.observe(result.messages)) is not None:

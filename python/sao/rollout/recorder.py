@@ -79,19 +79,29 @@ class Recorder:
         """Segments so far, each with a sampled token."""
         return len(self._segments)
 
-    async def turn(self, prompt_ids: np.ndarray, max_new_tokens: int) -> Completion:
-        """Samples a turn of the policy. Raises `EngineError`."""
-        completion = await self.sample(str(self.turns), prompt_ids, max_new_tokens)
+    async def turn(
+        self, prompt_ids: np.ndarray, max_new_tokens: int, segment: SegmentBuilder | None
+    ) -> tuple[Completion, SegmentBuilder | None]:
+        """Samples and records a turn of the policy, as `sample` does."""
+        sampled = await self.sample(str(self.turns), prompt_ids, max_new_tokens, segment)
         self.turns += 1
-        self._stop_reasons.append(completion.stop_reason)
-        return completion
+        self._stop_reasons.append(sampled[0].stop_reason)
+        return sampled
 
     async def sample(
-        self, name: str, prompt_ids: np.ndarray, max_new_tokens: int, summariser: Engine | None = None
-    ) -> Completion:
-        """A completion of the policy, checked and counted; or of a fixed summariser, whose tokens are context.
+        self,
+        name: str,
+        prompt_ids: np.ndarray,
+        max_new_tokens: int,
+        segment: SegmentBuilder | None = None,
+        kind: SegmentKind = "execution",
+        summariser: Engine | None = None,
+    ) -> tuple[Completion, SegmentBuilder | None]:
+        """A completion of the policy, checked, counted and recorded, and the segment that it is in.
 
-        It is replayed where a generator before this one has left it. Raises `EngineError`.
+        segment: one that the prompt extends; None: a new one, of this kind. summariser: a fixed one samples instead of
+        the policy; its tokens are context of what follows, and not recorded. What a generator before this one has left
+        is replayed. Raises `EngineError`.
         """
         request = Request(
             id=f"{self.session}/{name}",
@@ -113,31 +123,22 @@ class Recorder:
         check_completion(request, completion)
         if completion.stop_reason in ("abort", "context"):
             raise EngineError(f"aborted: request {request.id}: the engine ended it with {completion.stop_reason}")
-        if summariser is None:
-            for version, mark in completion.fingerprints.items():
-                if self._fingerprints.setdefault(version, mark) != mark:
-                    raise EngineError(
-                        f"bad_completion: request {request.id}: version {version} has fingerprint {mark}, "
-                        f"before it was {self._fingerprints[version]}"
-                    )
         if replayed is None:
             self.replay.sampled(completion, foreign=summariser is not None)
-        return completion
-
-    def write(
-        self,
-        segment: SegmentBuilder | None,
-        prompt_ids: np.ndarray,
-        completion: Completion,
-        kind: SegmentKind = "execution",
-    ) -> SegmentBuilder:
-        """Records a completion in a segment that its prompt extends; None: in a new one, of this kind. Returns it."""
+        if summariser is not None:
+            return completion, None
+        for version, mark in completion.fingerprints.items():
+            if self._fingerprints.setdefault(version, mark) != mark:
+                raise EngineError(
+                    f"bad_completion: request {request.id}: version {version} has fingerprint {mark}, "
+                    f"before it was {self._fingerprints[version]}"
+                )
         if segment is None:
             segment = SegmentBuilder(kind)
             self._segments.append(segment)
         segment.append_context(prompt_ids[segment.n_tokens :])
         segment.append_sampled(completion.token_ids, completion.logprobs, completion.version_spans)
-        return segment
+        return completion, segment
 
     def segments(self) -> tuple[Segment, ...]:
         """All segments, in the order in which they were opened."""

@@ -47,9 +47,5 @@ class ScriptedRenderer(Renderer):
         """See `Renderer`: the ids as numbers, without the stop token."""
         return " ".join(str(int(i)) for i in ids if i)
 
-    def same_tokens(self, other: Renderer) -> bool:
-        """See `Renderer`."""
-        return isinstance(other, ScriptedRenderer) and other.vocab_size == self.vocab_size
-
     def _encode(self, text: str) -> np.ndarray:
         return np.array([2 + byte % (self.vocab_size - 2) for byte in text.encode()], np.int32)

@@ -1,4 +1,4 @@
-"""The context window: the token ids that the policy sees now, and which segment records what it samples."""
+"""The context window: the token ids that the policy sees now, and the steps that they are made of."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sao.engines.base import Completion
 from sao.envs.protocol import Message
-from sao.rollout.recorder import Recorder
+from sao.rollout.chat import Renderer
 from sao.trajectory import SegmentBuilder
 
 
@@ -29,15 +28,16 @@ class Step:
 class Window:
     """One context window over a rollout.
 
-    Ids only ever grow at the end. What the policy sampled is written into a segment once, when it is sampled; context
-    is written only when something is sampled behind it, so a segment ends with a sampled token and none is without.
-    `rebuild` closes the segment and opens the next from messages: it is what a compaction does.
+    Ids only ever grow at the end, until `rebuild` begins anew from messages: it is what a compaction does.
+
+    segment: the one that records what is sampled in this window; None: nothing was sampled yet. A segment gets context
+    only when something is sampled behind it, so it ends with a sampled token.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder, self._renderer = recorder, recorder.renderer
-        self._context_tokens = recorder.config.sampling.context_tokens
-        self._segment: SegmentBuilder | None = None  # the open one, once something was sampled in it
+    def __init__(self, renderer: Renderer, context_tokens: int) -> None:
+        self._renderer = renderer
+        self._context_tokens = context_tokens
+        self.segment: SegmentBuilder | None = None
         self._ids = np.empty(0, np.int32)
         self._acted = 0  # end of the turn that waits for its observation
         self.opening: tuple[Message, ...] = ()
@@ -54,11 +54,6 @@ class Window:
         """Tokens that still fit; negative when an observation was taken that does not."""
         return self._context_tokens - self._ids.size
 
-    @property
-    def segment_index(self) -> int:
-        """Index of the open segment."""
-        return self._recorder.n_segments - (self._segment is not None)
-
     def open(self, messages: Sequence[Message]) -> bool:
         """Begins with a conversation. False, and nothing is changed, when it leaves no room for a token."""
         ids = self._renderer.initial(messages)
@@ -67,10 +62,9 @@ class Window:
         self.opening, self.opening_tokens, self._ids = tuple(messages), ids.size, ids
         return True
 
-    def sampled(self, completion: Completion) -> None:
-        """Takes an assistant turn as the engine gave it."""
-        self._segment = self._recorder.write(self._segment, self._ids, completion)
-        self._ids = np.concatenate([self._ids, completion.token_ids])
+    def sampled(self, token_ids: np.ndarray) -> None:
+        """Takes the ids of an assistant turn."""
+        self._ids = np.concatenate([self._ids, token_ids])
         self._acted = self._ids.size
 
     def observe(self, messages: Sequence[Message], *, beyond: bool = False) -> bool:
@@ -102,23 +96,15 @@ class Window:
         behind = self._renderer.observation(joined(step.messages, message), int(self._ids[step.acted - 1]))
         return np.concatenate([self._ids[: step.acted], behind])
 
-    def summarised(self, prompt: np.ndarray, completion: Completion, *, merge: bool) -> None:
-        """Records a summary that the policy wrote behind `prompt`: as a segment of its own, or in the open one.
-
-        With `merge`, `prompt` has to begin with the ids of the open segment.
-        """
-        self._recorder.write(self._segment if merge else None, prompt, completion, "summary")
-        self._segment = None
-
     def rebuild(self, messages: Sequence[Message], carry: int = 0) -> bool:
-        """Closes the open segment and begins the next with a conversation and the last `carry` steps, id for id.
+        """Begins anew, and with it a segment, with a conversation and the last `carry` steps, id for id.
 
         False as in `open`.
         """
         size = self.rebuilt_tokens(messages, carry)
         if size >= self._context_tokens:
             return False
-        self._segment = None
+        self.segment = None
         kept = self.steps[len(self.steps) - carry :]
         head, first = self._renderer.initial(messages), kept[0].start if kept else self._ids.size
         shift = head.size - first
