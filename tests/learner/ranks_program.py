@@ -1,4 +1,4 @@
-"""Run by torchrun in `test_ranks.py`: every rank trains on the batches of each scenario and writes what came of it."""
+"""Run on each rank by `test_ranks.py`: every rank trains on the batches of each scenario and writes what came of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run by torchrun in `test_checkpoint.py`: MODEL OUT UNTIL [FOLDER]. Trains, saves, writes the full tensors."""
+"""Run on each rank by `test_checkpoint.py`: MODEL OUT UNTIL [FOLDER]. Trains, saves, writes the full tensors."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from learner.ranks import run_ranks
 from learner.rollouts import make_config, random_batch
 from safetensors.torch import load_file, save_file
 
@@ -25,7 +26,6 @@ from sao.storage.checkpoints import newest, read
 from sao.transport.weights import fingerprint, load
 
 SETTINGS = {"model__dtype": "float32", "learner__lr_decay": "linear", "learner__lr_warmup_steps": 3}
-PROGRAM = Path(__file__).with_name("resume_program.py")
 
 
 @pytest.fixture(autouse=True)
@@ -270,13 +270,7 @@ def launch(tiny_model, tmp_path_factory):
 
     def run(name, ranks, until, resume=None):
         out = folder / name
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-        command += [str(PROGRAM), str(tiny_model), str(out), str(until), *([str(folder / resume)] if resume else [])]
-        environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[1]), "GLOO_SOCKET_IFNAME": "lo"}
-        environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-        ended = subprocess.run(command, env=environment, timeout=140, capture_output=True, text=True, check=False)
-        assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+        run_ranks("learner.resume_program", ranks, tiny_model, out, until, *([folder / resume] if resume else []))
         return torch.load(out / "tensors.pt", weights_only=True)
 
     return run
