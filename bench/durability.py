@@ -23,6 +23,7 @@ from common import RESULTS, machine
 from sao.config import parse, save
 from sao.trajectory import SegmentBuilder, Termination, Trajectory, encode
 from sao.transport.client import Client
+from sao.transport.messages import FinishedRollout, GetSnapshot, Loaded, Slots, TaskEntry, Tasks
 from sao.transport.sockets import private_folder
 
 COUNT, TOKENS, WINDOW = 2000, 2000, 64
@@ -72,40 +73,40 @@ def measure(durability: str) -> dict[str, Any]:
         )
         save(config, folder / "config.json")
         endpoint = f"ipc://{sockets / 'broker'}"
-        broker, tasks = Broker(folder, endpoint), deque[dict[str, Any]]()
+        broker, tasks = Broker(folder, endpoint), deque[TaskEntry]()
         client = Client(
             endpoint,
             role="generator",
             name="g0",
             outage_s=60.0,
-            on_push=lambda message: tasks.extend(message.body.get("tasks", [])),
+            on_push=lambda message: tasks.extend(message.tasks if isinstance(message, Tasks) else ()),
         )
         try:
             client.connect(deadline_s=60)
-            client.call("loaded", {"version": 0, "fingerprint": "0" * 32}).result(30)
-            client.call("slots", {"free": COUNT, "received": 0}).result(30)
+            client.call(Loaded(0, "0" * 32)).result(30)
+            client.call(Slots(COUNT, 0)).result(30)
             while len(tasks) < COUNT:
                 time.sleep(0.01)
-            ready = [encoded(task["ordinal"], task["attempt"]) for task in tasks]
+            ready = [encoded(task.ordinal, task.attempt) for task in tasks]
             size = sum(map(len, ready[0]))
             waits, open_ = [], deque[tuple[float, Any]]()
             began = time.perf_counter()
             for frames in ready:
                 if len(open_) == WINDOW:
                     _settle(open_, waits)
-                open_.append((time.perf_counter(), client.send("trajectory", {}, frames)))
+                open_.append((time.perf_counter(), client.send(FinishedRollout(frames=frames))))
             while open_:
                 _settle(open_, waits)
             seconds = time.perf_counter() - began
             disk = sum(path.stat().st_size for path in folder.glob("wal/*"))
-            snapshot = client.call("snapshot").result(30).body
+            snapshot = client.call(GetSnapshot()).result(30).state
             assert snapshot["ready"] == COUNT, snapshot
             broker.kill()
             back = {}
             if durability != "off":
                 began = time.perf_counter()
                 broker = Broker(folder, endpoint)
-                snapshot = client.call("snapshot").result(60).body
+                snapshot = client.call(GetSnapshot()).result(60).state
                 back = {"back_after_s": round(time.perf_counter() - began, 2), "ready_after": snapshot["ready"]}
                 assert snapshot["ready"] == COUNT and snapshot["tokens"]["held"] == COUNT * TOKENS // 2, snapshot
         finally:
@@ -128,7 +129,7 @@ def measure(durability: str) -> dict[str, Any]:
 
 def _settle(waiting: deque[tuple[float, Any]], waits: list[float]) -> None:
     sent, future = waiting.popleft()
-    assert future.result(60).body["accepted"]
+    assert future.result(60).accepted
     waits.append(time.perf_counter() - sent)
 
 

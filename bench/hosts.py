@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from tests.e2e import long_line  # noqa: E402
 from tests.e2e.by_hand import ByHand, closes, pulled  # noqa: E402
 
 from sao.transport import keys  # noqa: E402
-from sao.transport.reference import WeightsRef  # noqa: E402
+from sao.transport.messages import WeightsRef  # noqa: E402
 from sao.transport.weight_bus import Puller, WeightsServer  # noqa: E402
 from sao.transport.weights import publish  # noqa: E402
 
@@ -151,11 +151,11 @@ def side(name: str, argument: str) -> None:
     if name == "a":
         server = WeightsServer(f"tcp://{long_line.ADDRESSES['a']}:0", keys=None)
         files = _publish(Path(argument) / "files", server.publish, (1, 10))
-        print(json.dumps([(size, ref.to_message()) for size, ref in files]), flush=True)
+        print(json.dumps([(size, asdict(ref)) for size, ref in files]), flush=True)
         sys.stdin.read()
         server.close()
         return
-    files = [(size, WeightsRef.from_message(ref)) for size, ref in json.loads(argument)]
+    files = [(size, WeightsRef(**ref)) for size, ref in json.loads(argument)]
     how = f"{2000 * DELAY_S:g} ms round trip, {100 * LOSS:g} % lost"
     print(json.dumps(pulls(files[0][1].source, files, how, patience_s=60.0)))
 

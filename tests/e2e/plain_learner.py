@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from sao.config import Config, load_resolved
 from sao.errors import Error
@@ -21,6 +20,7 @@ from sao.storage.checkpoints import STATE, Draft, Ordinals, read
 from sao.storage.failpoints import failpoint
 from sao.trajectory import decode
 from sao.transport.client import Client
+from sao.transport.messages import Batch, Commit, Take, WeightsRef
 
 # So that generators and learner work at the same time, as with a model; a file `hurry` beside the run ends that.
 STEP_S = float(os.environ.get("STEP_S", "0.02"))
@@ -38,7 +38,7 @@ class Plain:
         """Of the list."""
         return hashlib.blake2b(json.dumps(self.seen).encode(), digest_size=16).hexdigest()
 
-    def publish(self, folder: Path) -> dict[str, Any] | None:
+    def publish(self, folder: Path) -> WeightsRef | None:
         """A file for this version, under its final name by one rename; None for version 0."""
         if not self.version:
             return None
@@ -48,7 +48,7 @@ class Plain:
         unfinished.write_text(self.fingerprint)
         failpoint("publish.rename")
         unfinished.replace(path)
-        return {"version": self.version, "path": str(path), "fingerprint": self.fingerprint}
+        return WeightsRef(self.version, str(path), self.fingerprint)
 
     def save(self, config: Config, folder: Path, lease: int) -> None:
         """A checkpoint with everything."""
@@ -78,15 +78,15 @@ def train(config: Config, run_folder: Path, weights: Path, client: Client, learn
     """As `sao.learner.loop.train`."""
     every, saved, lease = config.learner.save_every_steps, learner.steps, 0
     while learner.steps < config.run.steps:
-        message = client.call("take", {"n": config.learner.batch_trajectories}).result()
-        if message.kind == "stop":
+        message = client.call(Take(config.learner.batch_trajectories)).result()
+        if not isinstance(message, Batch):
             break
         failpoint("learner.taken")
-        body, frames = message.body, message.frames
+        frames = message.frames
         rollouts = [decode(*pair) for pair in zip(frames[::2], frames[1::2], strict=True)]
-        tasks = [list(task) for task in zip(body["ordinals"], body["attempts"], strict=True)]
+        tasks = [list(task) for task in zip(message.ordinals, message.attempts, strict=True)]
         assert tasks == [[rollout.task_ordinal, rollout.attempt] for rollout in rollouts]
-        assert body["version"] == learner.version
+        assert message.version == learner.version
         time.sleep(0.0 if (run_folder.parent / "hurry").exists() else STEP_S)
         versions = [rows[:, 2].min() for rollout in rollouts for rows in (s.version_spans for s in rollout.segments)]
         metrics = {"lag/max": int(learner.version - min(versions))}
@@ -97,12 +97,10 @@ def train(config: Config, run_folder: Path, weights: Path, client: Client, learn
             reference = learner.publish(weights)
         else:
             reference = None
-        lease = body["lease"]
+        lease = message.lease
         tokens = sum(rollout.n_actions for rollout in rollouts)
         failpoint("learner.commit")
-        commit = {"lease": lease, "step": learner.steps, "version": learner.version, "weights": reference}
-        commit |= {"trained_tokens": tokens, "masked_tokens": 0, "metrics": metrics}
-        client.call("commit", commit, deadline_s=90)
+        client.call(Commit(lease, learner.steps, learner.version, tokens, 0, metrics, reference), deadline_s=90)
         client.flush(90)
         failpoint("learner.committed")
         if every and learner.steps % every == 0:

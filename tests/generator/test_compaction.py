@@ -18,6 +18,7 @@ from sao.engines.torch_engine import TorchEngine
 from sao.errors import ConfigError, EngineError
 from sao.generator import worker as actor
 from sao.runtime.evaluate import evaluate
+from sao.transport.messages import FailedRollout, Slots, Stop
 
 __all__ = ["broker"]
 
@@ -56,10 +57,10 @@ def test_a_generator_with_a_fixed_summariser(
     generator = actor.make_generator(config, broker.actor.endpoint, "g0", 0)
     thread = threading.Thread(target=lambda: asyncio.run(generator.run()), daemon=True)
     thread.start()
-    broker.wait(lambda: broker.all("slots"), 30.0)
+    broker.wait(lambda: broker.all(Slots), 30.0)
     broker.tasks(1, 2, 3)
     broker.wait(lambda: len(broker.trajectories) == 3, 30.0)
-    broker.push("stop", reason="end of test")
+    broker.push(Stop("end of test"))
     thread.join(20)
     policy, summariser = made
     for trajectory in broker.trajectories:
@@ -86,8 +87,8 @@ def test_a_summariser_that_is_broken_for_good_ends_the_generator_not_the_run(
     ):
         if good:
             broker.tasks(1, 2)
-            broker.wait(lambda: broker.left or broker.all("failure"))
-    assert not broker.all("failure") and bool(broker.all("slots")) == bool(good)
+            broker.wait(lambda: broker.left or broker.all(FailedRollout))
+    assert not broker.all(FailedRollout) and bool(broker.all(Slots)) == bool(good)
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["policy", "fixed"])

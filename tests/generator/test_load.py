@@ -11,6 +11,7 @@ from generator.test_worker import Broker, broker, configured, running
 from sao.engines.base import EngineStats
 from sao.engines.scripted import ScriptedEngine
 from sao.generator.load import COOL_DOWN, LoadControl
+from sao.transport.messages import Slots, Stats
 
 __all__ = ["broker"]
 
@@ -94,9 +95,9 @@ class Full(ScriptedEngine):
 def test_a_generator_asks_for_fewer_tasks_while_its_engine_is_full(broker: Broker, tiny_model: Path, control: bool):
     settings = {"generator": {"engine": "scripted", "concurrency": 8, "load_control": control}}
     with running(broker, configured(tiny_model, **settings), Full()):
-        assert broker.all("slots")[0]["free"] == 8
+        assert broker.all(Slots)[0].free == 8
         if control:
-            broker.wait(lambda: any(slots["free"] == 1 for slots in broker.all("slots")))
+            broker.wait(lambda: any(slots.free == 1 for slots in broker.all(Slots)))
         else:
-            broker.wait(lambda: len(broker.all("stats")) > 5)
-            assert {slots["free"] for slots in broker.all("slots")} == {8}
+            broker.wait(lambda: len(broker.all(Stats)) > 5)
+            assert {slots.free for slots in broker.all(Slots)} == {8}

@@ -15,7 +15,7 @@ from generator.test_worker import Broker, broker, configured, engine_that  # noq
 
 from sao.generator.weights import Arrivals
 from sao.generator.worker import Generator
-from sao.transport.reference import WeightsRef
+from sao.transport.messages import Loaded, NewWeights, WeightsRef
 from sao.transport.weight_bus import WeightsServer
 from sao.transport.weights import publish
 
@@ -50,11 +50,11 @@ def test_the_engine_serves_what_it_has_while_the_learner_cannot_be_reached(
     monkeypatch.setattr(test_worker, "Generator", with_arrivals)
     with test_worker.running(broker, config, engine) as generator:
         first = served(server, tmp_path / "published", 1)
-        broker.push("version", **first.to_message())
-        broker.wait(lambda: broker.all("loaded")[-1] == {"version": 1, "fingerprint": first.fingerprint})
+        broker.push(NewWeights(first))
+        broker.wait(lambda: broker.all(Loaded)[-1] == Loaded(1, first.fingerprint))
         assert [path.name for path in local.iterdir()] == ["weights-0000000001.safetensors"]
         wrong = replace(served(server, tmp_path / "published", 2), fingerprint="0" * 32)
-        broker.push("version", **wrong.to_message())
+        broker.push(NewWeights(wrong))
         time.sleep(2.5)  # longer than the patience of a generator whose learner is on the same host
         assert engine.version == 1 and not generator._stopped.is_set()
         broker.tasks(1)
@@ -62,8 +62,8 @@ def test_the_engine_serves_what_it_has_while_the_learner_cannot_be_reached(
         assert broker.trajectories[0].fingerprints == {1: first.fingerprint}
         newest = served(server, tmp_path / "published", 4)
         served(server, tmp_path / "published", 3)
-        broker.push("version", **newest.to_message())
-        broker.wait(lambda: broker.all("loaded")[-1] == {"version": 4, "fingerprint": newest.fingerprint})
+        broker.push(NewWeights(newest))
+        broker.wait(lambda: broker.all(Loaded)[-1] == Loaded(4, newest.fingerprint))
         assert [path.name for path in local.iterdir()] == ["weights-0000000004.safetensors"]
     assert not local.exists()
     assert [version for kind, version in engine.calls if kind == "update_weights"] == [1, 4]

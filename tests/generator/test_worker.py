@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pytest
@@ -30,11 +30,29 @@ from sao.generator.player import Player
 from sao.generator.worker import Generator
 from sao.rollout.chat import Renderer
 from sao.trajectory import Trajectory, decode
+from sao.transport import messages
 from sao.transport.actor import Actor
 from sao.transport.client import Client
 from sao.transport.mailbox import Peer
-from sao.transport.mailbox import Reply as Answer
 from sao.transport.mailbox import Request as Incoming
+from sao.transport.messages import (
+    Ack,
+    CancelTask,
+    Diverged,
+    EvalResult,
+    FailedRollout,
+    FinishedRollout,
+    KeptTurn,
+    Loaded,
+    NewWeights,
+    Slots,
+    Stats,
+    Stop,
+    TaskEntry,
+    Tasks,
+    WeightsRef,
+    Welcome,
+)
 from sao.transport.sockets import private_folder
 from sao.transport.weights import publish
 
@@ -75,45 +93,48 @@ class Count:
         Count.open -= 1
 
 
+M = TypeVar("M", bound=messages.Message)
+
+
 class Broker:
     """Keeps all it gets and acknowledges it, after `ack_delay_s`."""
 
     def __init__(self, endpoint: str) -> None:
-        self.got: list[tuple[str, dict[str, Any]]] = []
+        self.got: list[messages.Message] = []
         self.trajectories: list[Trajectory] = []
         self.peers: list[Peer] = []
         self.left: list[str] = []
-        self.welcome: dict[str, Any] = {"version": 0, "weights": None}
+        self.welcome = Welcome()
         self.accept = True
         self._news = threading.Condition()
         self.actor = Actor(
             endpoint, on_join=self._join, on_leave=self._leave, heartbeat_s=0.1, peer_timeout_s=SILENCE_S
         )
-        for kind in ("slots", "trajectory", "failure", "eval_result", "stats", "loaded", "diverged", "turn"):
+        for kind in (Slots, FinishedRollout, FailedRollout, EvalResult, Stats, Loaded, Diverged, KeptTurn):
             self.actor.on(kind, self._take)
         self._thread = threading.Thread(target=self.actor.run, daemon=True)
         self._thread.start()
 
-    def push(self, kind: str, frames: tuple[bytes, ...] = (), **body: Any) -> None:
-        self.actor.call(lambda: self.actor.mailbox.push(self.peers[-1], kind, body, frames))
+    def push(self, message: messages.Message) -> None:
+        self.actor.call(lambda: self.actor.mailbox.push(self.peers[-1], message))
 
-    def tasks(self, *ordinals: int, split: str = "train", attempt: int = 1) -> None:
-        self.push("tasks", tasks=[{"ordinal": n, "attempt": attempt, "seed": n, "split": split} for n in ordinals])
+    def tasks(self, *ordinals: int, split: Literal["train", "eval"] = "train", attempt: int = 1) -> None:
+        self.push(Tasks(tuple(TaskEntry(n, attempt, n, split) for n in ordinals)))
 
     def wait(self, true: Callable[[], Any], limit_s: float = 30.0) -> Any:
         with self._news:
             assert self._news.wait_for(true, limit_s), self.got
         return true()
 
-    def all(self, kind: str) -> list[dict[str, Any]]:
-        return [body for got, body in self.got if got == kind]
+    def all(self, kind: type[M]) -> list[M]:
+        return [message for message in self.got if isinstance(message, kind)]
 
     def close(self) -> None:
         self.actor.stop()
         self._thread.join(5)
         self.actor.close(0)
 
-    def _join(self, peer: Peer) -> dict[str, Any]:
+    def _join(self, peer: Peer) -> Welcome:
         with self._news:
             self.peers.append(peer)
             self._news.notify_all()
@@ -124,14 +145,14 @@ class Broker:
             self.left.append(reason)
             self._news.notify_all()
 
-    def _take(self, request: Incoming[Any]) -> Answer:
+    def _take(self, request: Incoming[messages.Message]) -> Ack:
         with self._news:
-            self.got.append((request.message.kind, request.body))
-            if request.message.kind == "trajectory":
+            self.got.append(request.message)
+            if isinstance(request.message, FinishedRollout):
                 header, payload, *sidecars = map(bytes, request.message.frames)
                 self.trajectories.append(decode(header, payload, sidecars=sidecars))
             self._news.notify_all()
-        return Answer("ack", {"accepted": self.accept, "reason": "" if self.accept else "late"})
+        return Ack(self.accept, "" if self.accept else "late")
 
 
 @pytest.fixture
@@ -190,12 +211,12 @@ def running(
     begun.wait(10)
     try:
         if ready:
-            broker.wait(lambda: broker.all("slots") or raised)
+            broker.wait(lambda: broker.all(Slots) or raised)
         if ready and raised:
             raise raised[0]
         yield made[0]
         if thread.is_alive() and broker.peers:
-            broker.push("stop", reason="end of test")
+            broker.push(Stop("end of test"))
     finally:
         thread.join(10)
         assert not thread.is_alive()
@@ -215,25 +236,16 @@ def engine_that(script: Callable[[Request, int], Reply] = lambda r, n: Reply([20
 def test_tasks_become_trajectories_and_slots_are_stated_absolutely(tiny_model: Path, broker: Broker) -> None:
     engine = engine_that()
     with running(broker, configured(tiny_model), engine):
-        assert broker.all("slots") == [{"free": 4, "received": 0}]
-        assert broker.all("loaded") == [{"version": 0, "fingerprint": engine.fingerprint}]
+        assert broker.all(Slots) == [Slots(4, 0)]
+        assert broker.all(Loaded) == [Loaded(0, engine.fingerprint)]
         broker.tasks(10, 11)
         broker.tasks(12)
         broker.wait(lambda: len(broker.trajectories) == 3)
-        broker.wait(lambda: broker.all("slots")[-1] == {"free": 4, "received": 3})
-        broker.wait(lambda: broker.all("stats"))
+        broker.wait(lambda: broker.all(Slots)[-1] == Slots(4, 3))
+        broker.wait(lambda: broker.all(Stats))
     assert {t.task_ordinal for t in broker.trajectories} == {10, 11, 12}
     assert all(t.reward == 1.0 and t.n_actions == 6 and t.attempt == 1 for t in broker.trajectories)
-    assert {
-        "busy_share",
-        "tokens_per_s",
-        "running",
-        "waiting",
-        "sampled_tokens",
-        "kv_use",
-        "preempted",
-        "episode_limit",
-    } == set(broker.all("stats")[0])
+    assert broker.all(Stats)[-1].episode_limit == 4
     assert broker.wait(lambda: broker.left) == ["said goodbye"]
     assert engine.closed and Count.open == 0
     assert engine.calls[0] == ("start", None)
@@ -243,9 +255,9 @@ def test_a_slot_is_free_only_after_the_acknowledgement(tiny_model: Path, broker:
     broker.accept = False  # refused is acknowledged too
     with running(broker, configured(tiny_model), engine_that()):
         broker.tasks(1)
-        broker.wait(lambda: len(broker.all("slots")) > 1)
-    order = [kind for kind, body in broker.got if kind not in ("stats", "turn")]
-    assert order[:4] == ["loaded", "slots", "trajectory", "slots"]
+        broker.wait(lambda: len(broker.all(Slots)) > 1)
+    order = [type(message) for message in broker.got if not isinstance(message, Stats | KeptTurn)]
+    assert order[:4] == [Loaded, Slots, FinishedRollout, Slots]
 
 
 def test_evaluation_is_greedy_and_sends_a_result_only(tiny_model: Path, broker: Broker) -> None:
@@ -253,9 +265,9 @@ def test_evaluation_is_greedy_and_sends_a_result_only(tiny_model: Path, broker: 
     with running(broker, configured(tiny_model), engine):
         broker.tasks(3, split="eval")
         broker.tasks(3)
-        broker.wait(lambda: broker.all("eval_result") and broker.trajectories)
-    (result,) = broker.all("eval_result")
-    assert (result["ordinal"], result["reward"], result["version"]) == (3, 1.0, 0)
+        broker.wait(lambda: broker.all(EvalResult) and broker.trajectories)
+    (result,) = broker.all(EvalResult)
+    assert (result.ordinal, result.reward, result.version) == (3, 1.0, 0)
     assert len(broker.trajectories) == 1 and broker.trajectories[0].metadata["split"] == "train"
     kinds = {request.session.split("/")[0]: request.temperature for request in engine.requests[1:]}
     assert kinds == {"eval": 0.0, "train": 1.0}
@@ -278,31 +290,31 @@ def test_failures_are_messages_with_a_reason(
 ) -> None:
     with running(broker, configured(tiny_model, trouble), engine_that(script)) as generator:
         broker.tasks(7)
-        (failure,) = broker.wait(lambda: broker.all("failure"))
+        (failure,) = broker.wait(lambda: broker.all(FailedRollout))
         broker.tasks(8, split="eval")
-        (result,) = broker.wait(lambda: broker.all("eval_result"))
-        broker.wait(lambda: broker.all("slots")[-1] == {"free": 4, "received": 2})
+        (result,) = broker.wait(lambda: broker.all(EvalResult))
+        broker.wait(lambda: broker.all(Slots)[-1] == Slots(4, 2))
         assert generator.failures == {reason: 2}
-    assert (failure["ordinal"], failure["attempt"], failure["reason"]) == (7, 1, reason)
-    assert failure["sampled_tokens"] == tokens
-    assert result["reward"] is None and result["reason"] == reason
+    assert (failure.ordinal, failure.attempt, failure.reason) == (7, 1, reason)
+    assert failure.sampled_tokens == tokens
+    assert result.reward is None and result.reason == reason
     assert not broker.trajectories and Count.open == 0
 
 
 def test_turns_that_are_none_cost_only_themselves(tiny_model: Path, broker: Broker) -> None:
-    tasks = [{"ordinal": n, "attempt": 1, "seed": n, "split": "train", "turns": 1} for n in (5, 6)]
+    tasks = (TaskEntry(5, 1, 5, "train", 1), TaskEntry(6, 1, 6, "train", 1), TaskEntry(7, 1, 5, "train"))
     with running(broker, configured(tiny_model), engine_that(lambda r, n: Reply([20, 21, END]))):
-        broker.push("tasks", (b"\xc1", b"", b"\xc1", b""), tasks=[*tasks, {**tasks[0], "ordinal": 7, "turns": 0}])
+        broker.push(Tasks(tasks, frames=(b"\xc1", b"", b"\xc1", b"")))
         broker.wait(lambda: len(broker.trajectories) == 3)
-    assert [body["ordinal"] for body in broker.all("diverged")] == [5, 6]
+    assert [message.ordinal for message in broker.all(Diverged)] == [5, 6]
 
 
 def test_the_newest_weights_win(tiny_model: Path, broker: Broker) -> None:
     engine = engine_that(update_delay_s=0.2)
     with running(broker, configured(tiny_model), engine):
         for version in (1, 2, 3, 4):
-            broker.push("version", version=version, fingerprint=f"{version:032x}", path="nowhere")
-        broker.wait(lambda: broker.all("loaded")[-1]["version"] == 4)
+            broker.push(NewWeights(WeightsRef(version, "nowhere", f"{version:032x}")))
+        broker.wait(lambda: broker.all(Loaded)[-1].version == 4)
         broker.tasks(1)
         broker.wait(lambda: broker.trajectories)
     updates = [version for kind, version in engine.calls if kind == "update_weights"]
@@ -311,10 +323,10 @@ def test_the_newest_weights_win(tiny_model: Path, broker: Broker) -> None:
 
 
 def test_weights_of_the_welcome_are_loaded_before_the_first_slot_is_offered(tiny_model: Path, broker: Broker) -> None:
-    broker.welcome = {"version": 9, "weights": {"version": 9, "path": "x", "fingerprint": "9" * 32}}
+    broker.welcome = Welcome(9, WeightsRef(9, "x", "9" * 32))
     engine = engine_that()
     with running(broker, configured(tiny_model), engine):
-        assert broker.got[0] == ("loaded", {"version": 9, "fingerprint": "9" * 32})
+        assert broker.got[0] == Loaded(9, "9" * 32)
     assert [kind for kind, _ in engine.calls[:3]] == ["start", "update_weights", "generate"]
 
 
@@ -322,13 +334,13 @@ def test_refused_weights_wait_for_newer_ones_and_else_end_the_generator(tiny_mod
     engine = engine_that()
     with pytest.raises(WeightsError, match="torn"), running(broker, configured(tiny_model), engine):
         engine.weights_error = WeightsError("gone")
-        broker.push("version", version=1, fingerprint="1" * 32, path="x")
+        broker.push(NewWeights(WeightsRef(1, "x", "1" * 32)))
         while ("update_weights", 1) not in engine.calls:
             time.sleep(0.01)
-        broker.push("version", version=2, fingerprint="2" * 32, path="x")
-        broker.wait(lambda: broker.all("loaded")[-1]["version"] == 2)
+        broker.push(NewWeights(WeightsRef(2, "x", "2" * 32)))
+        broker.wait(lambda: broker.all(Loaded)[-1].version == 2)
         engine.weights_error = WeightsError("torn")
-        broker.push("version", version=3, fingerprint="3" * 32, path="x")
+        broker.push(NewWeights(WeightsRef(3, "x", "3" * 32)))
         broker.wait(lambda: broker.left)
 
 
@@ -336,9 +348,9 @@ def test_a_cancelled_task_frees_its_slot_without_a_word(tiny_model: Path, broker
     with running(broker, configured(tiny_model, "hang"), engine_that()):
         broker.tasks(1, 2)
         broker.wait(lambda: Count.open == 2)
-        broker.push("cancel", ordinal=1, attempt=1)
-        broker.wait(lambda: broker.all("slots")[-1] == {"free": 3, "received": 2})
-        assert not broker.all("failure") and not broker.trajectories
+        broker.push(CancelTask(1, 1))
+        broker.wait(lambda: broker.all(Slots)[-1] == Slots(3, 2))
+        assert not broker.all(FailedRollout) and not broker.trajectories
     assert Count.open == 0
 
 
@@ -349,7 +361,7 @@ def test_stop_ends_hanging_episodes_in_time(tiny_model: Path, broker: Broker) ->
         broker.wait(lambda: Count.open == 3)
         began = time.monotonic()
     assert time.monotonic() - began < 8.0  # their answers take a minute; `shutdown_s` is 2
-    assert engine.closed and Count.open == 0 and not broker.all("failure")
+    assert engine.closed and Count.open == 0 and not broker.all(FailedRollout)
 
 
 def test_a_silent_broker_ends_the_generator(tiny_model: Path, broker: Broker) -> None:
@@ -367,7 +379,7 @@ def test_an_engine_that_fails_its_first_token_never_joins_the_work(tiny_model: P
         engine = ScriptedEngine(lambda request, n, reply=reply: reply)
         with pytest.raises(EngineError), running(broker, configured(tiny_model), engine, ready=False):
             pass
-    assert not broker.all("slots")
+    assert not broker.all(Slots)
 
 
 def test_an_engine_that_is_broken_for_good_ends_the_generator_not_the_run(tiny_model: Path, broker: Broker) -> None:
@@ -375,7 +387,7 @@ def test_an_engine_that_is_broken_for_good_ends_the_generator_not_the_run(tiny_m
     with pytest.raises(EngineError, match="out of memory"), running(broker, configured(tiny_model), engine):
         broker.tasks(1, 2, 3)
         broker.wait(lambda: broker.left)
-    assert not broker.all("failure")
+    assert not broker.all(FailedRollout)
 
 
 def test_an_engine_that_failed_once_costs_one_task(tiny_model: Path, broker: Broker) -> None:
@@ -387,10 +399,10 @@ def test_an_engine_that_failed_once_costs_one_task(tiny_model: Path, broker: Bro
     engine = engine_that(script)
     with running(broker, configured(tiny_model), engine):
         broker.tasks(1)
-        (failure,) = broker.wait(lambda: broker.all("failure"))
+        (failure,) = broker.wait(lambda: broker.all(FailedRollout))
         broker.tasks(2)
         broker.wait(lambda: broker.trajectories)
-    assert failure["reason"] == "engine_error" and "hiccup" in failure["detail"]
+    assert failure.reason == "engine_error" and "hiccup" in failure.detail
 
 
 def test_a_trajectory_larger_than_a_message_may_be_is_a_failure_of_its_own(broker: Broker, tiny_model: Path) -> None:
@@ -403,10 +415,10 @@ def test_a_trajectory_larger_than_a_message_may_be_is_a_failure_of_its_own(broke
     engine = engine_that(lambda r, n: Reply([20] * (8000 if r.session.startswith("train/1/") else 3) + [END]))
     with running(broker, large, engine):
         broker.tasks(1, 2)
-        broker.wait(lambda: broker.trajectories and broker.all("failure"))
-        (failure,) = broker.all("failure")
-        assert failure["ordinal"] == 1 and failure["reason"] == "bad_trajectory"
-        assert "transport.max_message_bytes = 65536" in failure["detail"] and failure["sampled_tokens"] == 16002
+        broker.wait(lambda: broker.trajectories and broker.all(FailedRollout))
+        (failure,) = broker.all(FailedRollout)
+        assert failure.ordinal == 1 and failure.reason == "bad_trajectory"
+        assert "transport.max_message_bytes = 65536" in failure.detail and failure.sampled_tokens == 16002
         assert [trajectory.task_ordinal for trajectory in broker.trajectories] == [2]
 
 
@@ -432,12 +444,12 @@ def test_the_process_with_the_torch_engine(tiny_model: Path, tmp_path: Path, bro
     models = {0: load_model(tiny_model), 1: make_model(1)}
     process = start_process(config, tmp_path, broker.actor.endpoint, stderr=subprocess.PIPE)
     try:
-        broker.wait(lambda: broker.all("slots"), 60)
+        broker.wait(lambda: broker.all(Slots), 60)
         broker.tasks(*range(8))
         broker.wait(lambda: len(broker.trajectories) == 8, 30)
         ref = publish(dict(models[1].named_parameters()), tmp_path, 1)
-        broker.push("version", **ref.to_message())
-        broker.wait(lambda: broker.all("loaded")[-1] == {"version": 1, "fingerprint": ref.fingerprint})
+        broker.push(NewWeights(ref))
+        broker.wait(lambda: broker.all(Loaded)[-1] == Loaded(1, ref.fingerprint))
         broker.tasks(*range(8, 16))
         broker.wait(lambda: len(broker.trajectories) == 16, 30)
         process.send_signal(signal.SIGTERM)
@@ -465,11 +477,11 @@ def test_exit_codes_and_a_tool_that_blocks_for_ever(tiny_model: Path, tmp_path: 
     blocked = configured(tiny_model, env={"name": f"{__name__}:Blocked", "args": {}, "step_timeout_s": 0.2})
     process = start_process(blocked, tmp_path, broker.actor.endpoint)
     try:
-        broker.wait(lambda: broker.all("slots"), 60)
+        broker.wait(lambda: broker.all(Slots), 60)
         broker.tasks(1, 2)
-        failures = broker.wait(lambda: len(broker.all("failure")) == 2 and broker.all("failure"))
-        assert {failure["reason"] for failure in failures} == {"timeout"}
-        broker.push("stop", reason="done")
+        failures = broker.wait(lambda: len(broker.all(FailedRollout)) == 2 and broker.all(FailedRollout))
+        assert {failure.reason for failure in failures} == {"timeout"}
+        broker.push(Stop("done"))
         assert process.wait(5) == 0
     finally:
         process.kill()

@@ -16,19 +16,19 @@ from pathlib import Path
 
 from sao.transport.actor import Actor
 from sao.transport.client import Client
-from sao.transport.mailbox import Peer, Reply, Request
-from sao.transport.messages import Message
+from sao.transport.mailbox import Peer, Request
+from sao.transport.messages import Done, EvalReport, GetSnapshot, Message, Snapshot, StepReport, Stop, Welcome
 
 
 def broker(args: argparse.Namespace, scenario: set[str]) -> int:
     """Tells the supervisor of three steps and one evaluation, then that the run is done, and everybody to stop."""
     supervisors: list[Peer] = []
 
-    def joined(peer: Peer) -> dict[str, object]:
+    def joined(peer: Peer) -> Welcome:
         if peer.role == "supervisor":
             supervisors.append(peer)
             actor.after(0.05, lambda: tell(1))
-        return {"version": 0, "weights": None}
+        return Welcome()
 
     def tell(step: int) -> None:
         if "broker_dies" in scenario and step == 2:
@@ -38,31 +38,28 @@ def broker(args: argparse.Namespace, scenario: set[str]) -> int:
             actor.stop()
             return
         if "endless" in scenario or step <= 3:
-            actor.mailbox.push(supervisors[0], "step", {"step": step, "metrics": {"reward/mean": 0.5}})
+            actor.mailbox.push(supervisors[0], StepReport(step, {"reward/mean": 0.5}))
             actor.after(0.5 if "slow" in scenario else 0.1, lambda: tell(step + 1))
             return
-        actor.mailbox.push(
-            supervisors[0], "eval", {"version": 3, "success": 0.5, "mean_reward": 0.5, "n": 4, "failed": 0}
-        )
+        actor.mailbox.push(supervisors[0], EvalReport(version=3, success=0.5, mean_reward=0.5, n=4, failed=0))
         failed = "environment_fails" in scenario
         reason = "environment lookup failed 32 times in a row: timeout" if failed else "3 steps done"
-        actor.mailbox.push(supervisors[0], "done", {"reason": reason, "failed": failed})
+        actor.mailbox.push(supervisors[0], Done(reason, failed))
         end(reason)
 
     def end(reason: str) -> None:
         for peer in actor.mailbox.peers.values():
             if peer.role != "supervisor":
-                actor.mailbox.push(peer, "stop", {"reason": reason})
+                actor.mailbox.push(peer, Stop(reason))
         actor.after(0.3, actor.stop)
 
-    def stop(request: Request) -> Reply:
+    def stop(request: Request[Stop]) -> None:
         if "deaf" not in scenario:
-            end(str(request.body["reason"]))
-        return Reply()
+            end(request.message.reason)
 
     actor = Actor(args.endpoint, on_join=joined, on_leave=lambda peer, reason: None, heartbeat_s=0.2)
-    actor.on("stop", stop)
-    actor.on("snapshot", lambda request: Reply("snapshot", {"ready": 5}))
+    actor.on(Stop, stop)
+    actor.on(GetSnapshot, lambda request: Snapshot({"ready": 5}))
     actor.run()
     actor.close()
     return 0
@@ -73,7 +70,7 @@ def peer(args: argparse.Namespace, scenario: set[str], role: str) -> int:
     stopped = threading.Event()
 
     def pushed(message: Message) -> None:
-        if message.kind == "stop":
+        if isinstance(message, Stop):
             stopped.set()
 
     if f"{role}_forks" in scenario:  # a helper process that would survive: own session, deaf to SIGTERM

@@ -19,7 +19,8 @@ import zmq
 from sao.measure.measure import Row, row
 from sao.transport.actor import Actor
 from sao.transport.client import Client
-from sao.transport.mailbox import Reply, Request
+from sao.transport.mailbox import Request
+from sao.transport.messages import FinishedRollout, Welcome
 
 PRODUCERS = 2
 BYTES_PER_TOKEN = 9
@@ -64,17 +65,16 @@ class _Messages:
         self._got: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._actor = Actor(
             endpoint.replace(":*", ":0"),
-            on_join=lambda peer: {"version": 0, "weights": None},
+            on_join=lambda peer: Welcome(),
             on_leave=lambda peer, reason: None,
         )
-        self._actor.on("trajectory", self._take)
+        self._actor.on(FinishedRollout, self._take)
         self.endpoint: str = self._actor.endpoint
         self._thread = threading.Thread(target=self._actor.run)
         self._thread.start()
 
-    def _take(self, request: Request) -> Reply:
+    def _take(self, request: Request[FinishedRollout]) -> None:
         self._got.put(_stamp(memoryview(request.message.frames[1])))
-        return Reply()
 
     def receive(self) -> int:
         return self._got.get(timeout=20)
@@ -154,7 +154,7 @@ def produce(how: str, endpoint: str, size: str, count: str, pause_s: str) -> Non
             if len(window) == UNANSWERED:
                 window.popleft().result()
             memory[index % UNANSWERED][:8] = time.monotonic_ns().to_bytes(8, "little")
-            window.append(client.call("trajectory", {}, (HEADER, memory[index % UNANSWERED]), deadline_s=60.0))
+            window.append(client.call(FinishedRollout(frames=(HEADER, memory[index % UNANSWERED])), deadline_s=60.0))
         for future in window:
             future.result()
         client.close()

@@ -27,6 +27,7 @@ from sao.runtime import folders, hosts, launch
 from sao.storage import ownership
 from sao.transport.actor import Actor
 from sao.transport.client import Client
+from sao.transport.messages import Welcome
 from sao.transport.sockets import private_folder
 
 State = Literal["ok", "note", "fault"]
@@ -191,9 +192,7 @@ def _sockets() -> list[Finding]:
 def _reachable(kind: str, endpoint: str) -> Finding:
     """Whether a client reaches a listening actor, over the transport that a run uses."""
     try:
-        actor = Actor(
-            endpoint, on_join=lambda peer: {"version": 0, "weights": None}, on_leave=lambda peer, reason: None
-        )
+        actor = Actor(endpoint, on_join=lambda peer: Welcome(), on_leave=lambda peer, reason: None)
     except Error as error:
         return Finding(kind, "fault", str(error))
     served = threading.Thread(target=actor.run, daemon=True)
