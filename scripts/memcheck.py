@@ -57,12 +57,12 @@ def main() -> None:
         raw.put(b"h", bytes(70_000 + number), min_version=0, timeout_s=30)
     consumer.join()
 
-    waiting = threading.Thread(target=lambda: [lease.commit() for lease in raw.take_tasks([7, 5], 30)])
+    waiting = threading.Thread(target=lambda: [lease.commit() for lease in raw.take([7, 5], 30)])
     waiting.start()
     for task in (5, 6, 7):
         raw.put(b"h", bytes(500), min_version=0, timeout_s=30, task=task)
     waiting.join()
-    assert [bytes(lease.header) for lease in raw.try_take_tasks([6])] == [b"h"]
+    assert [bytes(lease.header) for lease in raw.try_take([6])] == [b"h"]
 
     lengths = agentic_lengths(150, 0, 10, 5000)
     where = plan(lengths, 4, 8192, 1)

@@ -128,63 +128,45 @@ class Buffer:
         timeout_s: float | None = None,
         sidecars: Sequence[BytesLike] | None = None,
         task: int = -1,
-    ) -> dict[str, Any] | None:
-        """Copies one in, with the frames of its sidecars; returns None or what the policy dropped for it:
-        {"reason": str, "headers": list[bytes]}. `task`: the ordinal by which `take_tasks` finds it, -1 for none.
+    ) -> list[int]:
+        """Copies one in, with the frames of its sidecars; returns the tasks of what the policy dropped for it. `task`:
+        the ordinal by which it can be taken, -1 for none.
 
         Raises `DeadlineError`, `FullError`, `ClosedError`; `ValidationError` at once for one that can never fit.
         """
 
-    def put_trajectory(self, trajectory: Any, timeout_s: float | None = None) -> int:
-        """Checks a `sao.Trajectory` and encodes it into the buffer's memory, under its `task_ordinal`; returns how many
-        the policy dropped for it.
+    def put_trajectory(self, trajectory: Any, timeout_s: float | None = None) -> list[int]:
+        """Checks a `sao.Trajectory` and encodes it into the buffer's memory, under its `task_ordinal`.
 
-        Raises as `put`, and `ValidationError` when a rule of the trajectory is broken.
+        Returns and raises as `put`, and `ValidationError` when a rule of the trajectory is broken.
         """
 
-    def drain(self, n: int, timeout_s: float | None = None) -> list[Any]:
-        """As `take`, committed at once: (header, payload, *sidecars) of each, as views."""
+    def take(self, what: int | Sequence[int], timeout_s: float | None = None) -> list[Lease]:
+        """Leases so many in order of completion, or those of exactly these tasks, in this order (of several of a task
+        the first that was completed), all or none. All calls wait in one queue.
 
-    def take(self, n: int, timeout_s: float | None = None) -> list[Lease]:
-        """Leases `n` in order of completion, all or none. Raises `DeadlineError`, `ClosedError`, `ValidationError`."""
-
-    def try_take(self, n: int) -> list[Lease]:
-        """As `take` without waiting: empty when fewer than `n` are ready or others wait for theirs."""
-
-    def take_tasks(self, ordinals: Sequence[int], timeout_s: float | None = None) -> list[Lease]:
-        """Leases those of exactly these tasks, in this order, all or none; of several of a task the first in order of
-        completion. In one queue with `take`. Raises as `take`, and `ValidationError` for a task named twice.
+        Raises `DeadlineError`, `ClosedError`; `ValidationError` at once for what can never be there and for a task
+        named twice.
         """
 
-    def try_take_tasks(self, ordinals: Sequence[int]) -> list[Lease]:
-        """As `take_tasks` without waiting: empty when not all are ready or others wait for theirs."""
+    def try_take(self, what: int | Sequence[int]) -> list[Lease]:
+        """As `take` without waiting: empty when not all are ready or others wait for theirs."""
 
-    def advance(self, version: int, keep_from: int | None = None) -> list[bytes]:
-        """Notes the policy version; drops what is ready with min_version < keep_from and returns the headers."""
-
-    def retire(self, version: int, keep_from: int | None = None) -> int:
-        """As `advance`, and returns how many were dropped.
-
-        Of both: the memory of 64 is freed at once, of the others by later calls (`unfreed` of `stats`).
-        """
+    def advance(self, version: int, keep_from: int | None = None) -> list[int]:
+        """Takes note of the policy version; drops what is ready with min_version < keep_from and returns the tasks."""
 
     def stats(self) -> dict[str, Any]:
-        """trajectories (ready to be taken), leased, copying, bytes, unfreed (dropped by `advance`, memory still to be
-        freed and part of `bytes`), received, committed, dropped {reason: n}, waiting_takes, waiting_puts, version,
-        closed.
+        """trajectories (ready to be taken), leased, copying, bytes, received, committed, dropped {reason: n},
+        waiting_takes, waiting_puts, version, closed.
         """
 
-    def snapshot(self) -> list[dict[str, Any]]:
-        """Each trajectory held, in order of completion: sequence, state (ready | leased), bytes, min_version, task."""
+    def snapshot(self) -> dict[str, NDArray[Any]]:
+        """What is held, in order of completion: sequence, bytes, min_version, task (int64) and leased (bool), one entry
+        a trajectory.
+        """
 
-    def columns(self) -> dict[str, NDArray[Any]]:
-        """As `snapshot`: sequence, bytes, min_version, task (int64) and leased (bool), one entry a trajectory."""
-
-    def wait_to_take(self, n: int) -> Waiter:
-        """Joins the queue of those who wait to take `n`."""
-
-    def wait_to_take_tasks(self, ordinals: Sequence[int]) -> Waiter:
-        """Joins the same queue, to take these tasks."""
+    def wait_to_take(self, what: int | Sequence[int]) -> Waiter:
+        """Joins the queue of those who wait to take."""
 
     def wait_to_put(self, bytes: int) -> Waiter:
         """Joins the queue of those who wait for room for this many bytes, header and payload together."""
@@ -230,8 +212,8 @@ class Waiter:
         sidecars: Sequence[BytesLike] | None = None,
         *,
         task: int = -1,
-    ) -> list[bytes] | None:
-        """Headers of those that the policy dropped for it; None when there is no room yet. Raises as `Buffer.put`."""
+    ) -> list[int] | None:
+        """Tasks of those that the policy dropped for it; None when there is no room yet. Raises as `Buffer.put`."""
 
     def close(self) -> None:
         """Leaves the queue; so does dropping it."""

@@ -8,7 +8,7 @@ from sao import _core
 
 
 def put(buffer: _core.Buffer, number: int, size: int = 8, version: int = 0, timeout_s: float | None = 0.0) -> Any:
-    return buffer.put(b"%d" % number, bytes(size), min_version=version, timeout_s=timeout_s)
+    return buffer.put(b"%d" % number, bytes(size), min_version=version, timeout_s=timeout_s, task=number)
 
 
 def numbers(leases: list[_core.Lease]) -> list[int]:

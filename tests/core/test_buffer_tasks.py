@@ -43,10 +43,10 @@ def test_those_of_certain_tasks_in_the_order_asked() -> None:
     buffer = _core.Buffer(8, 1000)
     for number, task in enumerate([5, 3, -1, 3, 8]):
         put(buffer, task, number)
-    leases = buffer.take_tasks([8, 3], 0.0)
+    leases = buffer.take([8, 3], 0.0)
     assert numbers(leases) == [4, 1] and [lease.task for lease in leases] == [8, 3]
-    assert buffer.try_take_tasks([5, 8]) == [] and len(buffer) == 3
-    assert numbers(buffer.try_take_tasks([3])) == [3], "given back at once, since nobody keeps it"
+    assert buffer.try_take([5, 8]) == [] and len(buffer) == 3
+    assert numbers(buffer.try_take([3])) == [3], "given back at once, since nobody keeps it"
     del leases
     assert numbers(buffer.take(5, 0.0)) == [0, 1, 2, 3, 4]
 
@@ -128,15 +128,15 @@ def test_coroutines_refuse_the_deadlines_that_threads_refuse(timeout_s: float) -
 def test_it_is_not_overtaken(threads: ThreadPoolExecutor) -> None:
     """Had one of those behind taken task 0, the first would never be served."""
     buffer = _core.Buffer(16, 1000)
-    calls = [threads.submit(buffer.take_tasks, [9, 0], 60)]
+    calls = [threads.submit(buffer.take, [9, 0], 60)]
     until(lambda: buffer.stats()["waiting_takes"] == 1, 60)
     calls.append(threads.submit(buffer.take, 1, 60))
     until(lambda: buffer.stats()["waiting_takes"] == 2, 60)
-    calls.append(threads.submit(buffer.take_tasks, [2], 60))
+    calls.append(threads.submit(buffer.take, [2], 60))
     until(lambda: buffer.stats()["waiting_takes"] == 3, 60)
     for task in range(4):
         put(buffer, task)
-    assert buffer.try_take_tasks([3]) == [] and buffer.try_take(1) == []
+    assert buffer.try_take([3]) == [] and buffer.try_take(1) == []
     put(buffer, 9)
     assert [numbers(call.result(60)) for call in calls] == [[9, 0], [1], [2]]
 
@@ -206,11 +206,11 @@ def test_all_or_none_under_churn(threads: ThreadPoolExecutor) -> None:
             asked = members(group)
             chance.shuffle(asked)
             for _ in range(chance.randrange(2)):
-                back = buffer.take_tasks(asked, 60)
+                back = buffer.take(asked, 60)
                 assert numbers(back) == asked
                 for lease in back:
                     lease.give_back()
-            leases = buffer.take_tasks(asked, 60)
+            leases = buffer.take(asked, 60)
             assert numbers(leases) == [lease.task for lease in leases] == asked
             with lock:
                 taken.extend(asked)

@@ -117,7 +117,7 @@ def waits(name: str, positional: list[Any], named: dict[str, Any]) -> bool:
     method = name.rpartition(".")[2]
     timeout = named.get("timeout_s", positional[1] if len(positional) > 1 else None)
     short = isinstance(timeout, int | float) and timeout == timeout and timeout <= 0
-    return method in ("take", "take_tasks", "drain", "wait") and not short
+    return method in ("take", "wait") and not short
 
 
 @pytest.mark.parametrize("entry", ["pack", "plan", "advantages", "token_lags"])

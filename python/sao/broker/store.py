@@ -63,7 +63,7 @@ class ReadyStore:
         """(ordinal, lease) pairs of these tasks, in this order; empty unless all are in the buffer."""
         if not 0 < len(ordinals) <= self.max_trajectories:  # what it can never hold is an error to the buffer
             return []
-        return [(lease.task, lease) for lease in self._buffer.try_take_tasks(ordinals)]
+        return [(lease.task, lease) for lease in self._buffer.try_take(ordinals)]
 
     def discard(self, ordinal: int) -> None:
         """Frees the trajectory of this task, wherever it waits."""
@@ -73,7 +73,7 @@ class ReadyStore:
 
     def keep_from(self, version: int, oldest: int | None) -> list[int]:
         """Tells the buffer the policy version; drops what is older than `oldest` and returns the ordinals."""
-        return [_core.summary(header)["task_ordinal"] for header in self._buffer.advance(version, oldest)]
+        return self._buffer.advance(version, oldest)
 
     def clear(self) -> None:
         """Frees everything that waits or is ready."""

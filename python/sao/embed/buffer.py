@@ -94,7 +94,7 @@ class TrajectoryBuffer:
         Waits up to `timeout_s` seconds (None: without end) for room. Raises `DeadlineError`, `FullError` (policy
         `reject`), `ClosedError`, and at once `ValidationError` for one that can never fit.
         """
-        return self._core.put_trajectory(trajectory, timeout_s)
+        return len(self._core.put_trajectory(trajectory, timeout_s))
 
     def take(self, n: int, timeout_s: float | None = None) -> list[Held]:
         """The next `n` trajectories, all of them or none.
@@ -118,15 +118,18 @@ class TrajectoryBuffer:
         `DeadlineError`, which names a task that is missing if it was first in the queue, `ClosedError`, and at once
         `ValidationError` unless there are 1 to max_trajectories ordinals, each at least 0 and named once.
         """
-        return [Held(lease) for lease in self._core.take_tasks(ordinals, timeout_s)]
+        return [Held(lease) for lease in self._core.take(ordinals, timeout_s)]
 
     def try_take_tasks(self, ordinals: Sequence[int]) -> list[Held]:
         """As `take_tasks` without waiting: an empty list when not all are ready or others wait for theirs."""
-        return [Held(lease) for lease in self._core.try_take_tasks(ordinals)]
+        return [Held(lease) for lease in self._core.try_take(ordinals)]
 
     def drain(self, n: int, timeout_s: float | None = None) -> list[Trajectory]:
         """As `take`, committed at once: for consumers that need not be able to give anything back."""
-        return [decode(*parts[:2], sidecars=parts[2:]) for parts in self._core.drain(n, timeout_s)]
+        taken = self.take(n, timeout_s)
+        for held in taken:
+            held.commit()
+        return [held.trajectory for held in taken]
 
     async def put_async(self, trajectory: Trajectory, timeout_s: float | None = None) -> int:
         """As `put`, for coroutines: the event loop goes on while it waits, and no thread waits for it."""
@@ -146,16 +149,12 @@ class TrajectoryBuffer:
     async def take_tasks_async(self, ordinals: Sequence[int], timeout_s: float | None = None) -> list[Held]:
         """As `take_tasks`, for coroutines; its `DeadlineError` names no task."""
         what = f"the trajectories of {len(ordinals)} tasks"
-        waiter = self._core.wait_to_take_tasks(ordinals)
+        waiter = self._core.wait_to_take(ordinals)
         return [Held(lease) for lease in await _until(waiter, waiter.take, timeout_s, what)]
 
     def advance(self, version: int, keep_from: int | None = None) -> int:
-        """Notes the policy version; drops what is ready and older than `keep_from`, and returns how many that were.
-
-        The call frees 64 of them, each later put and take two more, and a put that needs the room as many as it needs;
-        `unfreed` of `stats` says how many are left. Their bytes count until then.
-        """
-        return self._core.retire(version, keep_from)
+        """Notes the policy version; drops what is ready and older than `keep_from`, and returns how many that were."""
+        return len(self._core.advance(version, keep_from))
 
     def snapshot(self) -> dict[str, NDArray[np.generic]]:
         """What is held, in order of completion: arrays sequence, leased, bytes, min_version and task (-1: none), an
@@ -163,12 +162,11 @@ class TrajectoryBuffer:
 
         Producers and consumers go on meanwhile: what is held from beginning to end is in it exactly once.
         """
-        return self._core.columns()
+        return self._core.snapshot()
 
     def stats(self) -> dict[str, Any]:
-        """Counters: trajectories (ready to be taken), leased, copying, bytes, unfreed (dropped by `advance`, memory to
-        be freed, part of bytes), received, committed, dropped (by reason), waiting_takes, waiting_puts, version,
-        closed. received = trajectories + leased + committed + all dropped.
+        """Counters: trajectories (ready to be taken), leased, copying, bytes, received, committed, dropped (by reason),
+        waiting_takes, waiting_puts, version, closed. received = trajectories + leased + committed + all dropped.
         """
         return self._core.stats()
 

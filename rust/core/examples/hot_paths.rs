@@ -113,7 +113,7 @@ fn buffer() {
                 .put(b"header", b"payload", version / 128, &mut never)
                 .expect("room");
         }
-        buffer.retire(8, Some(2)).expect("open");
+        buffer.advance(8, Some(2)).expect("open");
         for lease in buffer.take(512, &mut never).expect("ready") {
             lease.commit();
         }

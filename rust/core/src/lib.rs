@@ -1,10 +1,9 @@
 //! The experience core of `sao`: no Python, no sockets, no clock of its own.
-#![deny(unsafe_code)] // allowed in `cpu` and `ring`
+#![deny(unsafe_code)] // allowed in `cpu`
 #![cfg_attr(loom, allow(dead_code))] // `tests/models.rs` builds this without the models in it
 
 pub mod advantage;
 mod books;
-mod budget;
 pub mod buffer;
 mod checksum;
 mod cpu;
@@ -12,15 +11,12 @@ pub mod error;
 mod event;
 mod fold;
 mod history;
-mod index;
 mod journal;
 pub mod ledger;
 pub mod pack;
 pub mod plan;
-mod pool;
 mod reader;
 mod record;
-mod ring;
 mod rules;
 mod runs;
 pub mod sidecar;

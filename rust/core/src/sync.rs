@@ -2,31 +2,19 @@
 
 #[cfg(not(loom))]
 pub(crate) use std::sync::{
-    atomic::{fence, AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    atomic::{fence, AtomicBool, AtomicUsize, Ordering},
     Condvar, Mutex, MutexGuard,
 };
 
 #[cfg(loom)]
 pub(crate) use loom::sync::{
-    atomic::{fence, AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    atomic::{fence, AtomicBool, AtomicUsize, Ordering},
     Condvar, Mutex, MutexGuard,
 };
 
-#[cfg(loom)]
-pub(crate) use loom::cell::UnsafeCell;
+use std::sync::PoisonError;
 
-/// `std`'s cell with loom's interface.
-#[cfg(not(loom))]
-#[derive(Debug)]
-pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>);
-
-#[cfg(not(loom))]
-impl<T> UnsafeCell<T> {
-    pub(crate) fn new(value: T) -> Self {
-        Self(std::cell::UnsafeCell::new(value))
-    }
-
-    pub(crate) fn with_mut<R>(&self, run: impl FnOnce(*mut T) -> R) -> R {
-        run(self.0.get())
-    }
+/// Locks, also after a panic of another thread that held it: what these mutexes guard is whole between statements.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

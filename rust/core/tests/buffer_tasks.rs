@@ -38,8 +38,8 @@ fn tasks(leases: &[Lease]) -> Vec<i64> {
     items
         .map(|item| {
             let header: [u8; 8] = item.header().try_into().expect("8 bytes");
-            assert_eq!(i64::from_le_bytes(header), item.task());
-            item.task()
+            assert_eq!(i64::from_le_bytes(header), item.label().task);
+            item.label().task
         })
         .collect()
 }
@@ -56,8 +56,8 @@ fn they_come_in_the_order_asked_and_go_back_to_their_places() {
     for task in [5, 3, 8, 1] {
         put(&buffer, task);
     }
-    assert!(buffer.try_take_tasks(&[1, 2]).expect("open").is_none());
-    let leases = buffer.try_take_tasks(&[1, 5, 8]).expect("open");
+    assert!(buffer.try_take(&[1, 2]).expect("open").is_none());
+    let leases = buffer.try_take(&[1, 5, 8]).expect("open");
     let leases = leases.expect("all are there");
     assert_eq!(tasks(&leases), [1, 5, 8]);
     assert_eq!(buffer.stats().leased, 3);
@@ -75,7 +75,7 @@ fn of_two_of_one_task_the_one_that_finished_first_goes() {
             .expect("there is room");
     }
     for number in 0..3 {
-        let leases = buffer.take_tasks(&[7], &mut at_once()).expect("ready");
+        let leases = buffer.take(&[7], &mut at_once()).expect("ready");
         assert_eq!(leases[0].item().expect("open").header(), [number]);
         leases.into_iter().for_each(Lease::commit);
     }
@@ -92,9 +92,9 @@ fn what_can_never_be_served_is_refused_before_anything_happens() {
         (&[1, 2, 1], "ordinals[2]: 1 was asked for at ordinals[0]"),
     ] {
         for result in [
-            buffer.take_tasks(asked, &mut events_only()).map(drop),
-            buffer.try_take_tasks(asked).map(drop),
-            buffer.wait_to_take_tasks(asked, Box::new(|| ())).map(drop),
+            buffer.take(asked, &mut events_only()).map(drop),
+            buffer.try_take(asked).map(drop),
+            buffer.wait_to_take(asked, Box::new(|| ())).map(drop),
         ] {
             match result {
                 Err(Error::Validation(said)) => assert!(said.starts_with(text), "{said}"),
@@ -114,7 +114,7 @@ fn what_can_never_be_served_is_refused_before_anything_happens() {
 fn a_deadline_names_a_task_that_is_missing() {
     let buffer = buffer(4, Policy::Block);
     put(&buffer, 1);
-    match buffer.take_tasks(&[1, 9], &mut at_once()) {
+    match buffer.take(&[1, 9], &mut at_once()) {
         Err(Error::Deadline(said)) => assert!(
             said.starts_with("waited 0 s for 2 trajectories by task, that of task 9 is missing (1"),
             "{said}"
@@ -130,7 +130,7 @@ fn it_is_not_overtaken_and_those_behind_it_go_on_when_it_leaves() {
         let buffer = buffer(8, Policy::Block);
         std::thread::scope(|scope| {
             let first = scope.spawn(|| {
-                let leases = buffer.take_tasks(&[9, 1], &mut events_only());
+                let leases = buffer.take(&[9, 1], &mut events_only());
                 let leases = leases.expect("served");
                 let got = tasks(&leases);
                 leases.into_iter().for_each(Lease::commit);
@@ -145,7 +145,7 @@ fn it_is_not_overtaken_and_those_behind_it_go_on_when_it_leaves() {
             }
             // Enough for the one behind, but it is not its turn: had it taken these, the first would wait for ever.
             assert!(buffer.try_take(1).expect("open").is_none());
-            assert!(buffer.try_take_tasks(&[1]).expect("open").is_none());
+            assert!(buffer.try_take(&[1]).expect("open").is_none());
             put(&buffer, 9);
             assert_eq!(first.join().expect("no panic"), [9, 1]);
             assert_eq!(second.join().expect("no panic"), [2, 3]);
@@ -166,18 +166,12 @@ fn one_that_gives_up_lets_those_behind_it_go_on() {
                     }
                     Ok(Duration::from_millis(1))
                 };
-                buffer.take_tasks(&[9], &mut pace).is_err()
+                buffer.take(&[9], &mut pace).is_err()
             });
             until_waiting(&buffer, 1);
             let behind = [[1].as_slice(), &[2, 0]].map(|asked| {
                 let (buffer, before) = (&buffer, buffer.stats().waiting.0);
-                let take = move || {
-                    tasks(
-                        &buffer
-                            .take_tasks(asked, &mut events_only())
-                            .expect("served"),
-                    )
-                };
+                let take = move || tasks(&buffer.take(asked, &mut events_only()).expect("served"));
                 let thread = scope.spawn(take);
                 until_waiting(buffer, before + 1);
                 thread
@@ -200,11 +194,11 @@ fn what_went_while_it_waited_is_waited_for_again() {
         std::thread::scope(|scope| {
             put(&buffer, 1);
             let taker = scope.spawn(|| {
-                let leases = buffer.take_tasks(&[1, 2], &mut events_only());
+                let leases = buffer.take(&[1, 2], &mut events_only());
                 tasks(&leases.expect("served"))
             });
             until_waiting(&buffer, 1);
-            assert_eq!(buffer.retire(1, Some(1)).expect("open"), 1);
+            assert_eq!(buffer.advance(1, Some(1)).expect("open").len(), 1);
             for task in [2, 1] {
                 let label = of(task, 1);
                 let none = buffer.put(&task.to_le_bytes(), &[], label, &mut at_once());
@@ -232,7 +226,7 @@ fn a_waiter_without_a_thread_is_called_when_all_are_there() {
     drop(waiter);
     assert_eq!(buffer.stats().waiting, (0, 0));
     buffer.close();
-    assert!(matches!(buffer.try_take_tasks(&[1]), Err(Error::Closed(_))));
+    assert!(matches!(buffer.try_take(&[1]), Err(Error::Closed(_))));
 }
 
 /// Who was called for nothing, because one had gone again, is not called before that one comes.
@@ -246,7 +240,7 @@ fn what_went_is_missing_after_the_next_look() {
     };
     assert!(waiter.take().expect("open").is_none());
     put(1, 0);
-    assert_eq!(buffer.retire(1, Some(1)).expect("open"), 1);
+    assert_eq!(buffer.advance(1, Some(1)).expect("open").len(), 1);
     put(5, 1);
     put(2, 1);
     assert_eq!(calls.load(Ordering::SeqCst), 1);
@@ -266,7 +260,7 @@ fn counting(buffer: &Buffer, asked: &[i64]) -> (Waiter, Arc<AtomicUsize>) {
     let call = move || {
         counter.fetch_add(1, Ordering::SeqCst);
     };
-    let waiter = buffer.wait_to_take_tasks(asked, Box::new(call));
+    let waiter = buffer.wait_to_take(asked, Box::new(call));
     (waiter.expect("valid"), calls)
 }
 
@@ -301,9 +295,9 @@ fn all_or_none_under_churn() {
                     }
                     let asked: Vec<i64> = group(number).rev().collect();
                     let leases = if number % 3 == consumer {
-                        buffer.try_take_tasks(&asked).expect("open")
+                        buffer.try_take(&asked).expect("open")
                     } else {
-                        let leases = buffer.take_tasks(&asked, &mut events_only());
+                        let leases = buffer.take(&asked, &mut events_only());
                         Some(leases.expect("they come"))
                     };
                     let Some(leases) = leases else {
@@ -367,9 +361,9 @@ fn no_wake_up_is_lost_when_what_is_awaited_comes_goes_and_comes_back() {
                     let Ok(retired) = buffer.advance(next, Some(next)) else {
                         return;
                     };
-                    for header in retired {
+                    for task in retired {
                         // Its producer may have gone with the end.
-                        let _ = again[usize::from(header[0])].send(());
+                        let _ = again[task as usize].send(());
                     }
                     std::thread::yield_now();
                 }
@@ -377,7 +371,7 @@ fn no_wake_up_is_lost_when_what_is_awaited_comes_goes_and_comes_back() {
             for round in 0..ROUNDS {
                 let mut asked = [0, 1, 2];
                 asked.rotate_left(round % 3);
-                let leases = buffer.take_tasks(&asked, &mut events_only()).expect("open");
+                let leases = buffer.take(&asked, &mut events_only()).expect("open");
                 assert_eq!(tasks(&leases), asked);
                 leases.into_iter().for_each(Lease::commit);
                 for producer in &producers {
@@ -471,7 +465,7 @@ proptest! {
         let mut waiter = waits.then(|| {
             let called = called.clone();
             let call = move || called.store(true, Ordering::SeqCst);
-            buffer.wait_to_take_tasks(&awaited, Box::new(call)).expect("valid")
+            buffer.wait_to_take(&awaited, Box::new(call)).expect("valid")
         });
         for step in steps {
             match step {
@@ -484,8 +478,8 @@ proptest! {
                     }
                     if model.ready.len() + model.leased.len() == most {
                         if let Some(victim) = model.victim(policy) {
-                            model.ready.remove(&victim);
-                            prop_assert_eq!(&result.as_ref().expect("room was made")[..], [victim.to_le_bytes()]);
+                            let (dropped, _) = model.ready.remove(&victim).expect("it is ready");
+                            prop_assert_eq!(&result.as_ref().expect("room was made")[..], [dropped]);
                         }
                     }
                     let room = model.ready.len() + model.leased.len() < most;
@@ -513,12 +507,12 @@ proptest! {
                 Step::Tasks(asked) => {
                     let blocking = model.next % 2 == 0;
                     let result = if blocking && waiter.is_none() {
-                        match buffer.take_tasks(&asked, &mut at_once()) {
+                        match buffer.take(&asked, &mut at_once()) {
                             Err(Error::Deadline(_)) => Ok(None),
                             other => other.map(Some),
                         }
                     } else {
-                        buffer.try_take_tasks(&asked)
+                        buffer.try_take(&asked)
                     };
                     if model.closed {
                         prop_assert!(matches!(result, Err(Error::Closed(_))));
@@ -529,7 +523,7 @@ proptest! {
                     prop_assert_eq!(leases.is_some(), want.is_some());
                     for (lease, at) in leases.into_iter().flatten().zip(want.into_iter().flatten()) {
                         let entry = model.ready.remove(&at).expect("there");
-                        prop_assert_eq!((lease.sequence(), lease.item().expect("open").task()), (at, entry.0));
+                        prop_assert_eq!((lease.sequence(), lease.item().expect("open").label().task), (at, entry.0));
                         model.leased.push((lease, at, entry));
                     }
                 }
@@ -546,14 +540,14 @@ proptest! {
                 }
                 Step::Commit(_) | Step::GiveBack(_) => {}
                 Step::KeepFrom(version) => {
-                    let result = buffer.retire(5, Some(version));
+                    let result = buffer.advance(5, Some(version));
                     if model.closed {
                         prop_assert!(matches!(result, Err(Error::Closed(_))));
                         continue;
                     }
                     let before = model.ready.len();
                     model.ready.retain(|_, &mut (_, of)| of >= version);
-                    prop_assert_eq!(result.expect("open"), before - model.ready.len());
+                    prop_assert_eq!(result.expect("open").len(), before - model.ready.len());
                 }
                 Step::Close => {
                     buffer.close();
@@ -572,7 +566,7 @@ proptest! {
                     if let Some(leases) = leases {
                         for (lease, at) in leases.into_iter().zip(want.expect("served")) {
                             let entry = model.ready.remove(&at).expect("there");
-                            prop_assert_eq!((lease.sequence(), lease.item().expect("open").task()), (at, entry.0));
+                            prop_assert_eq!((lease.sequence(), lease.item().expect("open").label().task), (at, entry.0));
                             model.leased.push((lease, at, entry));
                         }
                     } else {

@@ -46,7 +46,7 @@ fn put_of(buffer: &Buffer, task: i64, min_version: i64) {
 
 fn tasks(leases: &[Lease]) -> Vec<i64> {
     let items = leases.iter().map(|lease| lease.item().unwrap());
-    items.map(|item| item.task()).collect()
+    items.map(|item| item.label().task).collect()
 }
 
 /// A consumer that parks is told of a trajectory that arrives through the ring.
@@ -142,7 +142,7 @@ fn retiring_meets_a_take_and_a_give_back() {
                     .map_or(0, |leases| leases.into_iter().map(|l| l.commit()).count())
             })
         };
-        let retired = buffer.retire(2, Some(1)).unwrap();
+        let retired = buffer.advance(2, Some(1)).unwrap().len();
         let taken = consumer.join().unwrap();
         let stats = buffer.stats();
         assert_eq!(
@@ -151,11 +151,11 @@ fn retiring_meets_a_take_and_a_give_back() {
         );
         assert_eq!(stats.ready + retired + taken, 2);
         assert_eq!(stats.leased, 0);
-        assert_eq!(stats.bytes, 2 * (stats.ready + stats.unfreed));
+        assert_eq!(stats.bytes, 2 * stats.ready);
     });
 }
 
-/// Memory that was retired and is not freed yet is room for a producer that waits, whoever of the two comes first.
+/// Memory that was retired is room for a producer that waits, whoever of the two comes first.
 #[test]
 fn what_was_retired_is_room_for_a_put() {
     check(|| {
@@ -165,10 +165,10 @@ fn what_was_retired_is_room_for_a_put() {
             let buffer = buffer.clone();
             thread::spawn(move || put(&buffer, 1))
         };
-        assert_eq!(buffer.retire(1, Some(1)).unwrap(), 1);
+        assert_eq!(buffer.advance(1, Some(1)).unwrap().len(), 1);
         producer.join().unwrap();
         let stats = buffer.stats();
-        assert_eq!((stats.ready, stats.unfreed, stats.bytes), (1, 0, 2));
+        assert_eq!((stats.ready, stats.bytes), (1, 2));
     });
 }
 
@@ -180,7 +180,7 @@ fn closing_meets_retiring() {
         put(&buffer, 0);
         let learner = {
             let buffer = buffer.clone();
-            thread::spawn(move || buffer.retire(1, Some(1)).is_ok())
+            thread::spawn(move || buffer.advance(1, Some(1)).is_ok())
         };
         buffer.close();
         let reason = if learner.join().unwrap() {
@@ -189,7 +189,7 @@ fn closing_meets_retiring() {
             "closed"
         };
         let stats = buffer.stats();
-        assert_eq!((stats.bytes, stats.unfreed), (0, 0));
+        assert_eq!(stats.bytes, 0);
         assert_eq!(stats.dropped.get(reason), Some(&1));
     });
 }
@@ -301,7 +301,7 @@ fn two_puts_wake_a_take_of_tasks() {
                 thread::spawn(move || put_of(&buffer, task, 0))
             })
             .collect();
-        let leases = buffer.take_tasks(&[1, 0], &mut events_only()).unwrap();
+        let leases = buffer.take(&[1, 0], &mut events_only()).unwrap();
         assert_eq!(tasks(&leases), [1, 0]);
         producers
             .into_iter()
@@ -316,7 +316,7 @@ fn closing_and_a_put_meet_a_take_of_tasks() {
         let buffer = buffer(2, 4, Policy::Block);
         let consumer = {
             let buffer = buffer.clone();
-            thread::spawn(move || match buffer.take_tasks(&[7], &mut events_only()) {
+            thread::spawn(move || match buffer.take(&[7], &mut events_only()) {
                 Ok(leases) => leases.into_iter().map(|lease| lease.commit()).count(),
                 Err(Error::Closed(_)) => 0,
                 Err(other) => panic!("{other}"),
@@ -340,7 +340,7 @@ fn a_take_of_tasks_and_a_take_in_one_queue() {
         let of_a_task = {
             let buffer = buffer.clone();
             thread::spawn(move || {
-                let leases = buffer.take_tasks(&[1], &mut events_only()).unwrap();
+                let leases = buffer.take(&[1], &mut events_only()).unwrap();
                 assert_eq!(tasks(&leases), [1]);
                 leases.into_iter().for_each(|lease| lease.commit());
             })
@@ -370,12 +370,12 @@ fn retiring_meets_a_take_of_tasks() {
         let consumer = {
             let buffer = buffer.clone();
             thread::spawn(move || {
-                let leases = buffer.take_tasks(&[0, 1], &mut events_only()).unwrap();
+                let leases = buffer.take(&[0, 1], &mut events_only()).unwrap();
                 assert_eq!(tasks(&leases), [0, 1]);
-                assert_eq!(leases[0].item().unwrap().min_version(), 1);
+                assert_eq!(leases[0].item().unwrap().label().min_version, 1);
             })
         };
-        assert_eq!(buffer.retire(1, Some(1)).unwrap(), 1);
+        assert_eq!(buffer.advance(1, Some(1)).unwrap().len(), 1);
         put_of(&buffer, 1, 1);
         put_of(&buffer, 0, 1);
         consumer.join().unwrap();
@@ -389,11 +389,11 @@ fn a_give_back_wakes_a_take_of_tasks() {
     check(|| {
         let buffer = buffer(2, 4, Policy::Block);
         put_of(&buffer, 3, 0);
-        let leases = buffer.try_take_tasks(&[3]).unwrap().unwrap();
+        let leases = buffer.try_take(&[3]).unwrap().unwrap();
         let consumer = {
             let buffer = buffer.clone();
             thread::spawn(move || {
-                let leases = buffer.take_tasks(&[3], &mut events_only()).unwrap();
+                let leases = buffer.take(&[3], &mut events_only()).unwrap();
                 leases.into_iter().for_each(|lease| lease.commit());
             })
         };

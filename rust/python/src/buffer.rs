@@ -4,16 +4,16 @@ use std::ffi::c_int;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use numpy::IntoPyArray;
+use numpy::{IntoPyArray, PyArray1};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyTypeError;
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
+use pyo3::types::{PyDict, PyInt};
 use rustix::event::{eventfd, EventfdFlags};
-use sao_core::buffer::{self, Content, Item, Label, Limits};
+use sao_core::buffer::{self, Ask, Content, Item, Label, Limits, NO_TASK};
 use sao_core::wait::Pace;
 use sao_core::wire as format;
 
@@ -31,7 +31,7 @@ const TAKE_WITH_GIL: usize = 256;
 #[pyclass(frozen, module = "sao._core")]
 struct Buffer {
     buffer: buffer::Buffer,
-    limits: Limits,
+    max_trajectories: usize,
 }
 
 #[pymethods]
@@ -51,51 +51,35 @@ impl Buffer {
         };
         Ok(Self {
             buffer: buffer::Buffer::new(limits).map_err(to_py)?,
-            limits,
+            max_trajectories: limits.max_trajectories,
         })
     }
 
-    #[pyo3(signature = (header, payload, *, min_version, timeout_s=None, sidecars=None, task=-1))]
-    #[allow(clippy::too_many_arguments)] // arguments of the Python function
-    fn put<'py>(
+    #[pyo3(signature = (header, payload, *, min_version, timeout_s=None, sidecars=None, task=NO_TASK))]
+    #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)] // arguments of the Python function
+    fn put(
         &self,
-        py: Python<'py>,
-        header: &Bound<'py, PyAny>,
-        payload: &Bound<'py, PyAny>,
+        py: Python<'_>,
+        header: &Bound<'_, PyAny>,
+        payload: &Bound<'_, PyAny>,
         min_version: i64,
         timeout_s: Option<f64>,
-        sidecars: Option<Vec<Bound<'py, PyAny>>>,
+        sidecars: Option<Vec<Bound<'_, PyAny>>>,
         task: i64,
-    ) -> PyResult<Option<Bound<'py, PyDict>>> {
-        let (header, payload) = (
-            Source::new("header", header)?,
-            Source::new("payload", payload)?,
-        );
-        let (header, payload) = (header.bytes(), payload.bytes());
-        let sidecars = sources(&sidecars.unwrap_or_default())?;
-        let sides: Vec<&[u8]> = sidecars.iter().map(Source::bytes).collect();
-        let extra: usize = sides.iter().map(|bytes| bytes.len()).sum();
-        let size = header.len() + payload.len() + extra;
-        let content = Content::Copy(header, payload, &sides);
+    ) -> PyResult<Vec<i64>> {
+        let frames = Frames::new(header, payload, sidecars.as_deref())?;
         let label = Label { min_version, task };
-        let dropped = self.store(py, &content, size, label, timeout_s)?;
-        if dropped.is_empty() {
-            return Ok(None);
-        }
-        let result = PyDict::new(py);
-        result.set_item("reason", self.limits.policy.name())?;
-        result.set_item("headers", headers(py, &dropped)?)?;
-        Ok(Some(result))
+        frames.with(|content| self.store(py, content, label, timeout_s))
     }
 
-    /// Checks a `sao.Trajectory` and encodes it into the buffer's memory; gives how many the policy dropped for it.
+    /// Checks a `sao.Trajectory` and encodes it into the buffer's memory.
     #[pyo3(signature = (trajectory, timeout_s=None))]
     fn put_trajectory(
         &self,
         py: Python<'_>,
         trajectory: &Bound<'_, PyAny>,
         timeout_s: Option<f64>,
-    ) -> PyResult<usize> {
+    ) -> PyResult<Vec<i64>> {
         let arrays = wire::arrays(trajectory)?;
         let view = wire::extract(trajectory, &arrays)?;
         let lengths = view.segments.iter().map(|s| s.action_mask.len());
@@ -112,113 +96,47 @@ impl Buffer {
             task: view.task_ordinal,
         };
         let sides: Vec<&[u8]> = view.sidecars.iter().map(|sidecar| sidecar.bytes).collect();
-        let size = header.len() + length + sides.iter().map(|bytes| bytes.len()).sum::<usize>();
         let write = |out: &mut [u8]| format::fill(&view, &places, out);
-        let dropped = if frozen {
+        if frozen {
             let content = Content::Write(&header, length, &write, &sides);
-            self.store(py, &content, size, label, timeout_s)?
-        } else {
-            // Somebody may write to the arrays while this waits for room: what was checked is what goes in.
-            let mut payload = vec![0; length];
-            write(&mut payload);
-            let copies: Vec<Vec<u8>> = sides.iter().map(|bytes| bytes.to_vec()).collect();
-            let sides: Vec<&[u8]> = copies.iter().map(Vec::as_slice).collect();
-            let content = Content::Copy(&header, &payload, &sides);
-            self.store(py, &content, size, label, timeout_s)?
-        };
-        Ok(dropped.len())
-    }
-
-    /// Takes `n` and commits them at once: (header, payload, sidecars...) of each.
-    #[pyo3(signature = (n, timeout_s=None))]
-    fn drain<'py>(
-        &self,
-        py: Python<'py>,
-        n: i64,
-        timeout_s: Option<f64>,
-    ) -> PyResult<Bound<'py, PyList>> {
-        let n = count(n)?;
-        check_timeout(timeout_s)?;
-        let ready = if (1..=TAKE_WITH_GIL).contains(&n) {
-            guard(|| self.buffer.try_drain(n))?
-        } else {
-            None
-        };
-        let items = match ready {
-            Some(items) => items,
-            None => blocking(py, timeout_s, |pace| self.buffer.drain(n, pace))?,
-        };
-        let list = PyList::empty(py);
-        for item in items {
-            let sides = (0..item.sidecars()).map(Part::Sidecar);
-            let parts = [Part::Header, Part::Payload].into_iter().chain(sides);
-            let views = parts.map(|part| View::of(&item, part));
-            list.append(PyTuple::new(py, views.collect::<Vec<_>>())?)?;
+            return self.store(py, &content, label, timeout_s);
         }
-        Ok(list)
+        // Somebody may write to the arrays while this waits for room: what was checked is what goes in.
+        let mut payload = vec![0; length];
+        write(&mut payload);
+        let copies: Vec<Vec<u8>> = sides.iter().map(|bytes| bytes.to_vec()).collect();
+        let sides: Vec<&[u8]> = copies.iter().map(Vec::as_slice).collect();
+        let content = Content::Copy(&header, &payload, &sides);
+        self.store(py, &content, label, timeout_s)
     }
 
-    #[pyo3(signature = (n, timeout_s=None))]
-    fn take(&self, py: Python<'_>, n: i64, timeout_s: Option<f64>) -> PyResult<Vec<Lease>> {
-        let n = count(n)?;
-        check_timeout(timeout_s)?;
-        if (1..=TAKE_WITH_GIL).contains(&n) {
-            if let Some(leases) = guard(|| self.buffer.try_take(n))? {
-                return Ok(leases.into_iter().map(Lease::new).collect());
-            }
-        }
-        let leases = blocking(py, timeout_s, |pace| self.buffer.take(n, pace))?;
-        Ok(leases.into_iter().map(Lease::new).collect())
-    }
-
-    fn try_take(&self, n: i64) -> PyResult<Vec<Lease>> {
-        let leases = self
-            .buffer
-            .try_take(count(n)?)
-            .map_err(to_py)?
-            .unwrap_or_default();
-        Ok(leases.into_iter().map(Lease::new).collect())
-    }
-
-    #[pyo3(signature = (ordinals, timeout_s=None))]
-    fn take_tasks(
+    #[pyo3(signature = (what, timeout_s=None))]
+    fn take(
         &self,
         py: Python<'_>,
-        ordinals: &Bound<'_, PyAny>,
+        what: &Bound<'_, PyAny>,
         timeout_s: Option<f64>,
     ) -> PyResult<Vec<Lease>> {
-        let ordinals = self.ordinals(ordinals)?;
+        let wish = self.wish(what)?;
         check_timeout(timeout_s)?;
-        if (1..=TAKE_WITH_GIL).contains(&ordinals.len()) {
-            if let Some(leases) = guard(|| self.buffer.try_take_tasks(&ordinals))? {
-                return Ok(leases.into_iter().map(Lease::new).collect());
+        if wish.size() <= TAKE_WITH_GIL && wish != Wish::Next(0) {
+            if let Some(leases) = guard(|| self.buffer.try_take(wish.ask()))? {
+                return Ok(Lease::all(leases));
             }
         }
-        let take = |pace: &mut dyn Pace| self.buffer.take_tasks(&ordinals, pace);
-        let leases = blocking(py, timeout_s, take)?;
-        Ok(leases.into_iter().map(Lease::new).collect())
+        let take = |pace: &mut dyn Pace| self.buffer.take(wish.ask(), pace);
+        Ok(Lease::all(blocking(py, timeout_s, take)?))
     }
 
-    fn try_take_tasks(&self, ordinals: &Bound<'_, PyAny>) -> PyResult<Vec<Lease>> {
-        let ordinals = self.ordinals(ordinals)?;
-        let leases = guard(|| self.buffer.try_take_tasks(&ordinals))?.unwrap_or_default();
-        Ok(leases.into_iter().map(Lease::new).collect())
-    }
-
-    #[pyo3(signature = (version, keep_from=None))]
-    fn advance<'py>(
-        &self,
-        py: Python<'py>,
-        version: i64,
-        keep_from: Option<i64>,
-    ) -> PyResult<Bound<'py, PyList>> {
-        let dropped = py.detach(|| guard(|| self.buffer.advance(version, keep_from)))?;
-        headers(py, &dropped)
+    fn try_take(&self, what: &Bound<'_, PyAny>) -> PyResult<Vec<Lease>> {
+        let wish = self.wish(what)?;
+        let leases = guard(|| self.buffer.try_take(wish.ask()))?;
+        Ok(Lease::all(leases.unwrap_or_default()))
     }
 
     #[pyo3(signature = (version, keep_from=None))]
-    fn retire(&self, py: Python<'_>, version: i64, keep_from: Option<i64>) -> PyResult<usize> {
-        py.detach(|| guard(|| self.buffer.retire(version, keep_from)))
+    fn advance(&self, py: Python<'_>, version: i64, keep_from: Option<i64>) -> PyResult<Vec<i64>> {
+        py.detach(|| guard(|| self.buffer.advance(version, keep_from)))
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
@@ -228,7 +146,6 @@ impl Buffer {
         result.set_item("leased", stats.leased)?;
         result.set_item("copying", stats.copying)?;
         result.set_item("bytes", stats.bytes)?;
-        result.set_item("unfreed", stats.unfreed)?;
         result.set_item("received", stats.received)?;
         result.set_item("committed", stats.committed)?;
         result.set_item("dropped", stats.dropped)?;
@@ -239,45 +156,25 @@ impl Buffer {
         Ok(result)
     }
 
-    fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
-        let show = |entry: buffer::Entry| {
-            let result = PyDict::new(py);
-            result.set_item("sequence", entry.sequence)?;
-            result.set_item("state", if entry.leased { "leased" } else { "ready" })?;
-            result.set_item("bytes", entry.bytes)?;
-            result.set_item("min_version", entry.min_version)?;
-            result.set_item("task", entry.task)?;
-            Ok(result)
+    /// One array a column: quick however many are held.
+    fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let entries = py.detach(|| self.buffer.snapshot());
+        let column = |of: fn(&buffer::Entry) -> i64| -> Bound<'py, PyArray1<i64>> {
+            entries.iter().map(of).collect::<Vec<_>>().into_pyarray(py)
         };
-        let entries = py.detach(|| self.buffer.snapshot());
-        entries.into_iter().map(show).collect()
-    }
-
-    /// As `snapshot`, one array a column: quick however many are held.
-    fn columns<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let entries = py.detach(|| self.buffer.snapshot());
-        let result = PyDict::new(py);
-        let sequence: Vec<i64> = entries.iter().map(|entry| entry.sequence as i64).collect();
         let leased: Vec<bool> = entries.iter().map(|entry| entry.leased).collect();
-        let bytes: Vec<i64> = entries.iter().map(|entry| entry.bytes as i64).collect();
-        let version: Vec<i64> = entries.iter().map(|entry| entry.min_version).collect();
-        result.set_item("sequence", sequence.into_pyarray(py))?;
+        let result = PyDict::new(py);
+        result.set_item("sequence", column(|entry| entry.sequence as i64))?;
         result.set_item("leased", leased.into_pyarray(py))?;
-        result.set_item("bytes", bytes.into_pyarray(py))?;
-        let task: Vec<i64> = entries.iter().map(|entry| entry.task).collect();
-        result.set_item("min_version", version.into_pyarray(py))?;
-        result.set_item("task", task.into_pyarray(py))?;
+        result.set_item("bytes", column(|entry| entry.bytes as i64))?;
+        result.set_item("min_version", column(|entry| entry.min_version))?;
+        result.set_item("task", column(|entry| entry.task))?;
         Ok(result)
     }
 
-    fn wait_to_take(&self, n: i64) -> PyResult<Waiter> {
-        Waiter::new(|call| self.buffer.wait_to_take(count(n)?, call).map_err(to_py))
-    }
-
-    fn wait_to_take_tasks(&self, ordinals: &Bound<'_, PyAny>) -> PyResult<Waiter> {
-        let ordinals = self.ordinals(ordinals)?;
-        let join = |call| self.buffer.wait_to_take_tasks(&ordinals, call);
-        Waiter::new(|call| join(call).map_err(to_py))
+    fn wait_to_take(&self, what: &Bound<'_, PyAny>) -> PyResult<Waiter> {
+        let wish = self.wish(what)?;
+        Waiter::new(|call| self.buffer.wait_to_take(wish.ask(), call).map_err(to_py))
     }
 
     fn wait_to_put(&self, bytes: usize) -> PyResult<Waiter> {
@@ -294,30 +191,35 @@ impl Buffer {
 }
 
 impl Buffer {
-    /// Task ordinals, of which there are not too many. Memory for them all is taken at once, so their number is looked at
-    /// before they are: a `range` may have more than fit anywhere, which would abort the process.
-    fn ordinals(&self, given: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
-        let most = self.limits.max_trajectories;
-        match given.len() {
+    /// A number, or task ordinals, of which there are not too many. Memory for them all is taken at once, so their number
+    /// is looked at before they are: a `range` may have more than fit anywhere, which would abort the process.
+    fn wish(&self, what: &Bound<'_, PyAny>) -> PyResult<Wish> {
+        if what.is_instance_of::<PyInt>() || what.len().is_err() {
+            let n: i64 = what.extract()?;
+            let n = usize::try_from(n).map_err(|_| validation(format!("n: {n} is negative")))?;
+            return Ok(Wish::Next(n));
+        }
+        let most = self.max_trajectories;
+        match what.len() {
             Ok(n) if n > most => Err(validation(format!(
                 "ordinals: {n} tasks are not in 1..={most} (max_trajectories)"
             ))),
-            _ => given.extract(),
+            _ => what.extract().map(Wish::Tasks),
         }
     }
 
-    /// Puts `content` in, of which `size` bytes are to be copied; gives the headers of those dropped for it.
+    /// Puts `content` in; gives the tasks of those that were dropped for it.
     fn store(
         &self,
         py: Python<'_>,
         content: &Content<'_>,
-        size: usize,
         label: Label,
         timeout_s: Option<f64>,
-    ) -> PyResult<Vec<Vec<u8>>> {
+    ) -> PyResult<Vec<i64>> {
         check_timeout(timeout_s)?;
         // Giving the GIL up may cost its switch interval to come back, thousands of times what the copy takes.
-        if size <= COPY_WITH_GIL_BYTES && guard(|| self.buffer.try_put(content, label))? {
+        if content.bytes() <= COPY_WITH_GIL_BYTES && guard(|| self.buffer.try_put(content, label))?
+        {
             return Ok(Vec::new());
         }
         blocking(py, timeout_s, |pace| {
@@ -326,12 +228,56 @@ impl Buffer {
     }
 }
 
-fn count(n: i64) -> PyResult<usize> {
-    usize::try_from(n).map_err(|_| validation(format!("n: {n} is negative")))
+/// Bytes of Python objects that stay where they are while this lives: header, payload, sidecars.
+struct Frames(Vec<PyBuffer<u8>>);
+
+impl Frames {
+    fn new(
+        header: &Bound<'_, PyAny>,
+        payload: &Bound<'_, PyAny>,
+        sidecars: Option<&[Bound<'_, PyAny>]>,
+    ) -> PyResult<Self> {
+        let source = |name: &str, object: &Bound<'_, PyAny>| match PyBuffer::<u8>::get(object) {
+            Ok(buffer) if buffer.is_c_contiguous() => Ok(buffer),
+            _ => Err(PyTypeError::new_err(format!(
+                "{name}: expected contiguous bytes (format B), got {}",
+                object.get_type().name()?
+            ))),
+        };
+        let mut all = vec![source("header", header)?, source("payload", payload)?];
+        for (index, object) in sidecars.unwrap_or_default().iter().enumerate() {
+            all.push(source(&format!("sidecars[{index}]"), object)?);
+        }
+        Ok(Self(all))
+    }
+
+    fn with<T>(&self, run: impl FnOnce(&Content<'_>) -> T) -> T {
+        let bytes: Vec<&[u8]> = self.0.iter().map(|buffer| lend::bytes(buffer)).collect();
+        run(&Content::Copy(bytes[0], bytes[1], &bytes[2..]))
+    }
 }
 
-fn headers<'py>(py: Python<'py>, all: &[Vec<u8>]) -> PyResult<Bound<'py, PyList>> {
-    PyList::new(py, all.iter().map(|header| PyBytes::new(py, header)))
+/// As `buffer::Ask`, with its ordinals.
+#[derive(PartialEq)]
+enum Wish {
+    Next(usize),
+    Tasks(Vec<i64>),
+}
+
+impl Wish {
+    fn ask(&self) -> Ask<'_> {
+        match self {
+            Self::Next(n) => Ask::Next(*n),
+            Self::Tasks(ordinals) => Ask::Tasks(ordinals),
+        }
+    }
+
+    fn size(&self) -> usize {
+        match self {
+            Self::Next(n) => *n,
+            Self::Tasks(ordinals) => ordinals.len(),
+        }
+    }
 }
 
 /// A place in the queue of those who wait, for event loops: `fileno` becomes readable when to try again.
@@ -348,9 +294,9 @@ impl Waiter {
         let event = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
             .map_err(std::io::Error::from)?;
         let event = Arc::new(File::from(event));
-        let told = event.clone();
+        let woken = event.clone();
         // A write of 8 bytes that cannot block; when the counter is full it is readable anyway.
-        let call = move || drop((&*told).write(&1u64.to_ne_bytes()));
+        let call = move || drop((&*woken).write(&1u64.to_ne_bytes()));
         Ok(Self {
             waiter: Mutex::new(Some(join(Box::new(call))?)),
             event,
@@ -360,14 +306,19 @@ impl Waiter {
     fn with<T>(&self, run: impl FnOnce(&buffer::Waiter) -> sao_core::Result<T>) -> PyResult<T> {
         // Taken back before it is looked at, so that what comes later is noticed.
         let _ = (&*self.event).read(&mut [0; 8]);
-        let waiter = self.waiter.lock().unwrap_or_else(PoisonError::into_inner);
-        match waiter.as_ref() {
+        match lock(&self.waiter).as_ref() {
             Some(waiter) => guard(|| run(waiter)),
-            None => Err(to_py(sao_core::Error::Closed(
-                "the waiter has left the queue".into(),
-            ))),
+            None => Err(closed("the waiter has left the queue")),
         }
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn closed(text: &str) -> PyErr {
+    to_py(sao_core::Error::Closed(text.into()))
 }
 
 #[pymethods]
@@ -378,66 +329,29 @@ impl Waiter {
 
     fn take(&self, py: Python<'_>) -> PyResult<Option<Vec<Lease>>> {
         let leases = py.detach(|| self.with(buffer::Waiter::take))?;
-        Ok(leases.map(|leases| leases.into_iter().map(Lease::new).collect()))
+        Ok(leases.map(Lease::all))
     }
 
-    /// The headers of those that were dropped for it, or none when it could not be put in yet.
-    #[pyo3(signature = (header, payload, min_version, sidecars=None, *, task=-1))]
-    fn put<'py>(
+    /// The tasks of those that were dropped for it, or none when it could not be put in yet.
+    #[pyo3(signature = (header, payload, min_version, sidecars=None, *, task=NO_TASK))]
+    #[allow(clippy::needless_pass_by_value)] // arguments of the Python function
+    fn put(
         &self,
-        py: Python<'py>,
-        header: &Bound<'py, PyAny>,
-        payload: &Bound<'py, PyAny>,
+        py: Python<'_>,
+        header: &Bound<'_, PyAny>,
+        payload: &Bound<'_, PyAny>,
         min_version: i64,
-        sidecars: Option<Vec<Bound<'py, PyAny>>>,
+        sidecars: Option<Vec<Bound<'_, PyAny>>>,
         task: i64,
-    ) -> PyResult<Option<Bound<'py, PyList>>> {
-        let (header, payload) = (
-            Source::new("header", header)?,
-            Source::new("payload", payload)?,
-        );
-        let (header, payload) = (header.bytes(), payload.bytes());
-        let sidecars = sources(&sidecars.unwrap_or_default())?;
-        let sides: Vec<&[u8]> = sidecars.iter().map(Source::bytes).collect();
-        let put = |waiter: &buffer::Waiter| {
-            let content = Content::Copy(header, payload, &sides);
-            waiter.put(&content, Label { min_version, task })
-        };
-        let dropped = py.detach(|| self.with(put))?;
-        dropped.map(|dropped| headers(py, &dropped)).transpose()
+    ) -> PyResult<Option<Vec<i64>>> {
+        let frames = Frames::new(header, payload, sidecars.as_deref())?;
+        let label = Label { min_version, task };
+        frames.with(|content| py.detach(|| self.with(|waiter| waiter.put(content, label))))
     }
 
     fn close(&self) {
-        let waiter = self
-            .waiter
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let waiter = lock(&self.waiter).take();
         drop(waiter);
-    }
-}
-
-/// Bytes of a Python object that stay where they are while this lives.
-struct Source(PyBuffer<u8>);
-
-fn sources(objects: &[Bound<'_, PyAny>]) -> PyResult<Vec<Source>> {
-    let source = |(index, object)| Source::new(&format!("sidecars[{index}]"), object);
-    objects.iter().enumerate().map(source).collect()
-}
-
-impl Source {
-    fn new(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
-        match PyBuffer::<u8>::get(object) {
-            Ok(buffer) if buffer.is_c_contiguous() => Ok(Self(buffer)),
-            _ => Err(PyTypeError::new_err(format!(
-                "{name}: expected contiguous bytes (format B), got {}",
-                object.get_type().name()?
-            ))),
-        }
-    }
-
-    fn bytes(&self) -> &[u8] {
-        lend::bytes(&self.0)
     }
 }
 
@@ -454,65 +368,57 @@ struct Lease {
 }
 
 impl Lease {
+    fn all(leases: Vec<buffer::Lease>) -> Vec<Self> {
+        leases.into_iter().map(Self::new).collect()
+    }
+
     fn new(lease: buffer::Lease) -> Self {
-        let item = lease.item();
-        let (min_version, task) = item.map_or((0, -1), |item| (item.min_version(), item.task()));
+        let label = lease.item().map_or(0.into(), |item| item.label());
         Self {
             sequence: lease.sequence(),
             open: Mutex::new(Some(lease)),
-            min_version,
-            task,
+            min_version: label.min_version,
+            task: label.task,
         }
     }
 
-    fn view(&self, part: Part) -> PyResult<View> {
-        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
-        match open.as_ref().and_then(buffer::Lease::item) {
-            Some(item) => Ok(View {
-                item: item.clone(),
-                part,
-            }),
-            None => Err(to_py(settled())),
-        }
+    fn item(&self) -> PyResult<Arc<Item>> {
+        let open = lock(&self.open);
+        let item = open.as_ref().and_then(buffer::Lease::item);
+        item.cloned().ok_or_else(|| closed(SETTLED))
     }
 
     fn settle(&self, how: impl FnOnce(buffer::Lease)) -> PyResult<()> {
-        let lease = self
-            .open
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
-        lease.map(how).ok_or_else(|| to_py(settled()))
+        let lease = lock(&self.open).take();
+        lease.map(how).ok_or_else(|| closed(SETTLED))
     }
 }
 
-fn settled() -> sao_core::Error {
-    sao_core::Error::Closed("the lease was committed or given back already".into())
-}
+const SETTLED: &str = "the lease was committed or given back already";
 
 #[pymethods]
 impl Lease {
     #[getter]
     fn header(&self) -> PyResult<View> {
-        self.view(Part::Header)
+        let (item, part) = (self.item()?, Part::Header);
+        Ok(View { item, part })
     }
 
     #[getter]
     fn payload(&self) -> PyResult<View> {
-        self.view(Part::Payload)
+        let (item, part) = (self.item()?, Part::Payload);
+        Ok(View { item, part })
     }
 
     /// The frames of its sidecars.
     #[getter]
     fn sidecars(&self) -> PyResult<Vec<View>> {
-        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
-        match open.as_ref().and_then(buffer::Lease::item) {
-            Some(item) => {
-                let parts = (0..item.sidecars()).map(Part::Sidecar);
-                Ok(parts.map(|part| View::of(item, part)).collect())
-            }
-            None => Err(to_py(settled())),
-        }
+        let item = self.item()?;
+        let view = |index| View {
+            item: item.clone(),
+            part: Part::Sidecar(index),
+        };
+        Ok((0..item.sidecars()).map(view).collect())
     }
 
     fn commit(&self) -> PyResult<()> {
@@ -538,13 +444,6 @@ struct View {
 }
 
 impl View {
-    fn of(item: &Arc<Item>, part: Part) -> Self {
-        Self {
-            item: item.clone(),
-            part,
-        }
-    }
-
     fn bytes(&self) -> &[u8] {
         match self.part {
             Part::Header => self.item.header(),

@@ -2,31 +2,31 @@
 
 use std::sync::Arc;
 
-use super::item::{Content, Item};
-use super::{closed, Arrival, Charge, Items, Label, Shared};
-use crate::index::Key;
+use crate::buffer::content::Content;
+use crate::buffer::index::Leased;
+use crate::buffer::limits::Label;
+use crate::buffer::ready::Key;
+use crate::buffer::shared::{closed, Charge, Item, Shared};
+use crate::error::Result;
 use crate::sync::{fence, Ordering};
-use crate::Result;
 
 /// Room for one trajectory that is being copied in.
-pub(super) struct Slot {
+pub(crate) struct Slot {
     charge: Option<Charge>,
 }
 
 impl Slot {
-    pub(super) fn new(shared: Arc<Shared>, bytes: usize) -> Self {
+    pub(crate) fn new(shared: Arc<Shared>, bytes: usize) -> Self {
         Self {
             charge: Some(Charge { shared, bytes }),
         }
     }
 
-    pub(super) fn publish(mut self, content: &Content<'_>, label: Label) -> Result<()> {
-        let shared = match &self.charge {
-            Some(charge) => charge.shared.clone(),
-            None => return Ok(()),
+    /// Copies the trajectory in and hands it over.
+    pub(crate) fn publish(mut self, content: &Content<'_>, label: Label) -> Result<()> {
+        let Some(shared) = self.charge.as_ref().map(|charge| charge.shared.clone()) else {
+            return Ok(());
         };
-        // Before the copy, which may then use what was freed.
-        shared.free_some();
         shared.bound_pool();
         let stored = content.store(&shared.pool)?;
         if shared.closed.load(Ordering::SeqCst) {
@@ -35,20 +35,11 @@ impl Slot {
         let Some(charge) = self.charge.take() else {
             return Ok(());
         };
-        let bytes = charge.bytes;
-        let item = Arc::new(Item {
+        shared.hand_over(Arc::new(Item {
             stored,
             label,
             charge,
-        });
-        let mut arrival = Arrival { label, bytes, item };
-        while let Err(back) = shared.arrivals.push(arrival) {
-            arrival = back;
-            let mut index = shared.lock();
-            let late = shared.collect(&mut index);
-            drop(index);
-            drop(late);
-        }
+        }));
         // Pairs with the fences in `join` and `close`: either they find the item, or this sees them.
         fence(Ordering::SeqCst);
         let waits = shared.waiting_takes.load(Ordering::SeqCst) > 0
@@ -67,7 +58,7 @@ impl Slot {
 impl Drop for Slot {
     fn drop(&mut self) {
         if let Some(charge) = self.charge.take() {
-            charge.shared.budget.release_place();
+            charge.shared.budget.release_places(1);
             // `charge` is dropped here: it gives the bytes back and wakes.
         }
     }
@@ -111,9 +102,9 @@ impl Lease {
             if committed {
                 index.committed += 1;
             } else {
-                index.drop_count("closed", 1);
+                index.count_dropped("closed", 1);
             }
-            shared.budget.release_place();
+            shared.budget.release_places(1);
         } else {
             let key = Key {
                 sequence: self.sequence,
@@ -135,8 +126,7 @@ impl Drop for Lease {
     }
 }
 
-pub(super) fn leases(shared: &Arc<Shared>, items: Items) -> Vec<Lease> {
-    shared.free_some();
+pub(crate) fn leases(shared: &Arc<Shared>, items: Leased<Arc<Item>>) -> Vec<Lease> {
     let lease = |(sequence, item)| Lease {
         shared: shared.clone(),
         sequence,

@@ -1,43 +1,44 @@
 //! Waiting without a thread.
 
-use std::sync::atomic::AtomicBool as Flag;
 use std::sync::Arc;
 
-use super::item::Content;
-use super::lease::{leases, Lease, Slot};
-use super::{closed, invalid, Attempt, Call, Event, Index, Label, Shared, Side, Ticket};
-use crate::index::Wanted;
-use crate::Result;
+use crate::buffer::content::Content;
+use crate::buffer::index::{Call, Event, Index, Side, Ticket, Want};
+use crate::buffer::lease::{leases, Lease, Slot};
+use crate::buffer::limits::Label;
+use crate::buffer::shared::{closed, invalid, Attempt, Item, Shared};
+use crate::error::Result;
 
 /// A place in the queue of those who wait; dropping it leaves the queue.
 #[derive(Debug)]
 pub struct Waiter {
     shared: Arc<Shared>,
-    side: Side,
-    /// The tasks that it waits for, if any.
-    wanted: Option<Arc<Wanted>>,
+    /// What it waits to take; none: room.
+    want: Option<Want>,
     ticket: Arc<Ticket>,
 }
 
 impl Waiter {
-    pub(super) fn new(
+    /// Waits to take, or for room for a trajectory of so many bytes.
+    pub(crate) fn new(
         shared: &Arc<Shared>,
-        side: Side,
-        need: usize,
-        wanted: Option<Arc<Wanted>>,
+        want: std::result::Result<Want, usize>,
         call: Call,
     ) -> Self {
-        let ticket = Arc::new(Ticket {
-            need,
-            event: Event::Call(call),
-            told: Flag::new(false),
-        });
-        shared.join(&mut shared.lock(), side, &ticket);
-        Self {
+        let need = want.as_ref().map_or_else(|bytes| *bytes, Want::need);
+        let waiter = Self {
             shared: shared.clone(),
-            side,
-            wanted,
-            ticket,
+            want: want.ok(),
+            ticket: Ticket::new(need, Event::Call(call)),
+        };
+        shared.join(&mut shared.lock(), waiter.side(), &waiter.ticket);
+        waiter
+    }
+
+    fn side(&self) -> Side {
+        match self.want {
+            Some(_) => Side::Take,
+            None => Side::Put,
         }
     }
 
@@ -45,47 +46,38 @@ impl Waiter {
     /// whenever `call` was called.
     ///
     /// # Errors
-    /// [`Error::Closed`].
+    /// [`crate::Error::Closed`]; [`crate::Error::Validation`] if it waits for room.
     pub fn take(&self) -> Result<Option<Vec<Lease>>> {
-        debug_assert_eq!(self.side, Side::Take);
-        let items = self.attempt(|shared, index, need| match &self.wanted {
-            Some(wanted) => shared.try_lease_tasks(index, wanted),
-            None => shared.try_lease(index, need),
-        })?;
+        let Some(want) = &self.want else {
+            return invalid("take: this waiter waits for room".into());
+        };
+        let items = self.attempt(|shared, index| shared.try_lease(index, want))?;
         Ok(items.map(|items| leases(&self.shared, items)))
     }
 
-    /// Tries again to put in a trajectory of the announced size; gives what [`Buffer::put`] gives, or none.
+    /// Tries again to put in a trajectory of the announced size; gives what [`crate::buffer::Buffer::put_content`] gives,
+    /// or none.
     ///
     /// # Errors
-    /// [`Error::Closed`]; [`Error::Full`] by [`Policy::Reject`]; [`Error::Validation`] for another size.
-    pub fn put(
-        &self,
-        content: &Content<'_>,
-        label: impl Into<Label>,
-    ) -> Result<Option<Vec<Vec<u8>>>> {
-        debug_assert_eq!(self.side, Side::Put);
-        let label = label.into();
-        let bytes = content.bytes();
-        if bytes != self.ticket.need {
-            return Err(invalid(format!(
-                "trajectory: {bytes} bytes, {} were announced",
-                self.ticket.need
-            )));
+    /// [`crate::Error::Closed`]; [`crate::Error::Full`] by policy; [`crate::Error::Validation`] for another size.
+    pub fn put(&self, content: &Content<'_>, label: impl Into<Label>) -> Result<Option<Vec<i64>>> {
+        let (bytes, label, need) = (content.bytes(), label.into(), self.ticket.need);
+        if self.want.is_some() || bytes != need {
+            return invalid(format!("trajectory: {bytes} bytes, {need} were announced"));
         }
         self.shared.check_put(bytes, label)?;
         let mut evicted = Vec::new();
         loop {
-            let done = self.attempt(|shared, index, need| match shared.try_room(index, need) {
+            let room = self.attempt(|shared, index| match shared.try_room(index, need) {
+                Attempt::Evicted(victim) => Attempt::Done(Some(victim)),
+                Attempt::Done(()) => Attempt::Done(None),
                 Attempt::Failed(error) => Attempt::Failed(error),
                 Attempt::Wait => Attempt::Wait,
-                other => Attempt::Done(other),
             })?;
-            match done {
+            match room {
                 None => return Ok(None),
-                Some(Attempt::Evicted(victim)) => evicted.push(victim.header().to_vec()),
-                Some(Attempt::Unfreed(items)) => drop(items),
-                Some(_) => break,
+                Some(Some(victim)) => evicted.push(victim.label.task),
+                Some(None) => break,
             }
         }
         Slot::new(self.shared.clone(), bytes).publish(content, label)?;
@@ -94,19 +86,19 @@ impl Waiter {
 
     fn attempt<T>(
         &self,
-        attempt: impl FnOnce(&Shared, &mut Index, usize) -> Attempt<T>,
+        attempt: impl FnOnce(&Shared, &mut Index<Arc<Item>>) -> Attempt<T>,
     ) -> Result<Option<T>> {
         let mut index = self.shared.lock();
         if index.closed {
             return Err(closed());
         }
-        if !index.is_first(self.side, &self.ticket) {
+        if !index.is_first(self.side(), &self.ticket) {
             return Ok(None);
         }
-        match attempt(&self.shared, &mut index, self.ticket.need) {
+        match attempt(&self.shared, &mut index) {
             Attempt::Done(value) => Ok(Some(value)),
             Attempt::Failed(error) => Err(error),
-            Attempt::Evicted(_) | Attempt::Unfreed(_) | Attempt::Wait => Ok(None),
+            Attempt::Evicted(_) | Attempt::Wait => Ok(None),
         }
     }
 }
@@ -114,7 +106,7 @@ impl Waiter {
 impl Drop for Waiter {
     fn drop(&mut self) {
         let mut index = self.shared.lock();
-        self.shared.leave(&mut index, self.side, &self.ticket);
+        self.shared.leave(&mut index, self.side(), &self.ticket);
         self.shared.gather(&mut index);
         self.shared.wake(&index);
     }

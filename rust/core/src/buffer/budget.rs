@@ -39,10 +39,6 @@ impl Budget {
         self.places() < self.max_places && self.max_bytes.saturating_sub(self.bytes()) >= bytes
     }
 
-    pub(crate) fn release_place(&self) {
-        self.release_places(1);
-    }
-
     pub(crate) fn release_places(&self, count: usize) {
         self.places.fetch_sub(count, Ordering::SeqCst);
     }
@@ -84,7 +80,7 @@ mod models {
                 assert!(budget.bytes() <= 10 && budget.places() <= 2);
                 if got {
                     budget.release_bytes(bytes);
-                    budget.release_place();
+                    budget.release_places(1);
                 }
             };
             let other = {

@@ -1,9 +1,8 @@
-//! What is said about a buffer: its limits, its counters, what it holds.
+//! What a caller says of a buffer and of what it wants, and what it is told: limits, labels, counters, entries.
 
 use std::collections::BTreeMap;
 
-use super::NO_TASK;
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// What `put` does when there is no room.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,12 +49,15 @@ impl std::str::FromStr for Policy {
     }
 }
 
+/// The label of what belongs to no task.
+pub const NO_TASK: i64 = -1;
+
 /// What is noted of a trajectory beside its bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Label {
     /// Oldest policy version of its tokens.
     pub min_version: i64,
-    /// The ordinal of its task, by which [`super::Buffer::take_tasks`] finds it; -1 for none.
+    /// The ordinal of its task, by which it can be taken; [`NO_TASK`] for none.
     pub task: i64,
 }
 
@@ -89,8 +91,6 @@ pub struct Stats {
     pub copying: usize,
     /// Bytes held, views of committed trajectories included.
     pub bytes: usize,
-    /// Trajectories that were retired and whose memory is still to be freed; it is part of `bytes`.
-    pub unfreed: usize,
     /// Trajectories that came in.
     pub received: u64,
     /// Trajectories that were committed.
@@ -120,8 +120,29 @@ pub struct Entry {
     pub task: i64,
 }
 
+/// What a consumer wants, all of it or nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ask<'a> {
+    /// So many, the next in order of completion.
+    Next(usize),
+    /// Those of exactly these tasks, in this order; of several of one task the one that finished first.
+    Tasks(&'a [i64]),
+}
+
+impl From<usize> for Ask<'_> {
+    fn from(n: usize) -> Self {
+        Self::Next(n)
+    }
+}
+
+impl<'a, T: AsRef<[i64]> + ?Sized> From<&'a T> for Ask<'a> {
+    fn from(tasks: &'a T) -> Self {
+        Self::Tasks(tasks.as_ref())
+    }
+}
+
 impl Limits {
-    pub(super) fn drops(&self) -> bool {
+    pub(crate) fn drops(&self) -> bool {
         matches!(self.policy, Policy::DropOldest | Policy::DropStalest)
     }
 }

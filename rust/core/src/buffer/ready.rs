@@ -7,9 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-mod wanted;
-
-pub(crate) use wanted::Wanted;
+use crate::buffer::wanted::Wanted;
 
 /// What is known of a trajectory without touching its memory, which is cold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,7 +22,7 @@ pub(crate) struct Key {
 /// as plain numbers.
 #[derive(Debug)]
 pub(crate) struct Bucket<T> {
-    keys: VecDeque<Key>,
+    pub(crate) keys: VecDeque<Key>,
     pub(crate) items: VecDeque<T>,
 }
 
@@ -238,28 +236,10 @@ impl<T> Ready<T> {
         retired
     }
 
-    /// The first sequence number not below `from`.
-    pub(crate) fn next_from(&self, from: u64) -> Option<u64> {
-        let next = |bucket: &Bucket<T>| Some(bucket.keys.get(bucket.before(from))?.sequence);
-        self.buckets.values().filter_map(next).min()
-    }
-
-    /// Appends the keys with sequence numbers in `from..to`, bucket by bucket; `runs` says which version the keys up to
-    /// which position have.
-    pub(crate) fn window(
-        &self,
-        from: u64,
-        to: u64,
-        keys: &mut Vec<Key>,
-        runs: &mut Vec<(i64, usize)>,
-    ) {
-        for (&version, bucket) in &self.buckets {
-            let (start, stop) = (bucket.before(from), bucket.before(to));
-            if start < stop {
-                keys.extend(bucket.keys.range(start..stop));
-                runs.push((version, keys.len()));
-            }
-        }
+    /// All keys with their versions, bucket by bucket.
+    pub(crate) fn entries(&self) -> impl Iterator<Item = (Key, i64)> + '_ {
+        let buckets = self.buckets.iter();
+        buckets.flat_map(|(&version, bucket)| bucket.keys.iter().map(move |&key| (key, version)))
     }
 }
 
@@ -367,19 +347,9 @@ mod tests {
                     }
                 }
                 prop_assert_eq!(ready.len(), model.len());
-                let middle = next / 2;
-                prop_assert_eq!(ready.next_from(middle), model.range(middle..).next().map(|(&s, _)| s));
-                let (mut keys, mut runs, stop) = (Vec::new(), Vec::new(), next - next / 4);
-                ready.window(middle, stop, &mut keys, &mut runs);
-                let (mut window, mut from) = (Vec::new(), 0);
-                for (version, to) in runs {
-                    window.extend(keys[from..to].iter().map(|&of| (of.sequence, version)));
-                    prop_assert!(keys[from..to].iter().all(|&of| of == key(of.sequence)));
-                    from = to;
-                }
-                prop_assert_eq!(from, keys.len());
-                window.sort_unstable();
-                prop_assert!(window.into_iter().eq(model.range(middle..stop).map(|(&s, &v)| (s, v))));
+                let mut entries: Vec<(Key, i64)> = ready.entries().collect();
+                entries.sort_by_key(|(key, _)| key.sequence);
+                prop_assert!(entries.into_iter().eq(model.iter().map(|(&s, &v)| (key(s), v))));
             }
         }
 

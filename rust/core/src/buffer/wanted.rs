@@ -1,6 +1,6 @@
 //! Which tasks somebody asks for, laid out for a look at every key that is held.
 
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// Bits of the filter for each task: about one key in so many that is not wanted gets past it.
 const BITS_A_TASK: usize = 16;
