@@ -217,3 +217,83 @@ def test_every_key_of_the_configuration_is_read_somewhere():
     ]
     only_off_is_legal = {"sampling.top_p", "sampling.top_k", "sampling.repetition_penalty"}
     assert set(unread) <= only_off_is_legal
+
+
+def rust_modules(source: Path) -> dict[str, set[str]]:
+    """Which module of a Rust crate names which others: {module: modules}, tests and inline paths included.
+
+    A file is a module, one in a folder too; a name counts for the deepest module on its path, so what a parent
+    re-exports counts for the parent.
+    """
+    files = {}
+    for path in sorted(source.rglob("*.rs")):
+        names = path.relative_to(source).with_suffix("").parts
+        files[() if names == ("lib",) else names] = re.sub(r"//[^\n]*|\"(\\.|[^\"\\])*\"", "", path.read_text())
+    found: dict[str, set[str]] = {}
+    for own, text in files.items():
+        inline = [(m.start(), closing(text, m.end() - 1), m[1]) for m in re.finditer(r"\bmod (\w+) \{", text)]
+        children = [names[-1] for names in files if names[:-1] == own and names != own]
+        starts = r"(?<![\w:])(crate|super|self" + "".join(f"|{child}" for child in children) + r")::"
+        others = set()
+        for match in re.finditer(starts, text):
+            here = own + tuple(name for begin, end, name in inline if begin < match.start() < end)
+            for path in leaves(text, match.start()):
+                base = here
+                while path and path[0] in ("crate", "super", "self"):
+                    base = {"crate": (), "super": base[:-1], "self": base}[path[0]]
+                    path = path[1:]
+                whole = (*base, *path)
+                others.add(next(whole[:n] for n in range(len(whole), -1, -1) if whole[:n] in files))
+        found["::".join(own) or "lib"] = {"::".join(other) or "lib" for other in others - {own}}
+    return found
+
+
+def closing(text: str, at: int) -> int:
+    """Where the brace that opens at `at` is closed."""
+    depth = 0
+    for index in range(at, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[index], 0)
+        if depth == 0:
+            return index
+    raise AssertionError("a brace is not closed")
+
+
+def leaves(text: str, at: int) -> list[tuple[str, ...]]:
+    """The paths of a Rust use tree or of a plain path: `a::{b, c::{d}}` -> a::b, a::c::d."""
+    head = re.compile(r"\s*(\w+)?").match(text, at)
+    assert head is not None
+    name, rest = ((head[1],) if head[1] else ()), head.end()
+    if text[rest : rest + 2] != "::":
+        return [name]
+    if text[rest + 2] != "{":
+        return [(*name, *leaf) for leaf in leaves(text, rest + 2)]
+    found, begin, depth = [], rest + 3, 0
+    for index in range(begin, closing(text, rest + 2) + 1):
+        if depth == 0 and text[index] in ",}":
+            found += [(*name, *leaf) for leaf in leaves(text, begin)]
+            begin = index + 1
+        depth += {"{": 1, "}": -1}.get(text[index], 0)
+    return found
+
+
+@pytest.mark.parametrize("crate", ["core", "python"])
+def test_rust_modules_have_no_circles(crate):
+    modules = rust_modules(ROOT / "rust" / crate / "src")
+    assert len(modules) > 5 and any(modules.values())
+    graphlib.TopologicalSorter(modules).prepare()  # raises CycleError, which names a circle
+
+
+def test_what_a_rust_module_names_is_found(tmp_path):
+    for name, text in {
+        "lib.rs": "pub mod a;\nmod b;\npub use a::Thing;\n",
+        "a.rs": 'use crate::{b::c::{self, D}, e};\nmod inline {\n    use super::x;\n}\nlet s = "crate::b";\n',
+        "b.rs": "mod c;\nuse c::D; // crate::e\n",
+        "b/c.rs": "fn f() -> super::super::a::Thing { self::g() }\n",
+        "e.rs": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = rust_modules(tmp_path)
+    assert found == {"lib": {"a"}, "a": {"b::c", "e"}, "b": {"b::c"}, "b::c": {"a"}, "e": set()}
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(found).prepare()

@@ -73,7 +73,7 @@ def _retire_and_take(held: int, versions: int, repetitions: int) -> Row:
         core.put(header, payload, min_version=i * versions // held)
     for version in range(1, repetitions + 1):
         begin = time.perf_counter_ns()
-        retired.append(core.retire(version + versions - 1, version))
+        retired.append(len(core.advance(version + versions - 1, version)))
         leases = core.take(64)
         durations.append((time.perf_counter_ns() - begin) / 1e3)
         for lease in leases:
@@ -102,7 +102,7 @@ def _take_by_task(held: int, repetitions: int) -> Iterator[Row]:
 
     def measured(asked: list[int] | None) -> float:
         begin = time.perf_counter_ns()
-        leases = core.take(64) if asked is None else core.take_tasks(asked)
+        leases = core.take(64 if asked is None else asked)
         took = (time.perf_counter_ns() - begin) / 1e3
         gone = {lease.task for lease in leases}
         for lease in leases:

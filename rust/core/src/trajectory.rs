@@ -8,11 +8,9 @@ use std::fmt::Display;
 use std::hash::Hash;
 
 use crate::error::{Error, Result};
+use crate::msgpack::MAX_KEYS;
 use crate::rules::{kept, sealed};
 use crate::sidecar::{self, Sidecar};
-
-/// Most entries of `fingerprints`, `timings_s` and `metadata` each.
-pub const MAX_KEYS: usize = 1024;
 
 /// What a segment is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -6,17 +6,18 @@ use rmp::encode as put;
 
 use crate::checksum::crc32c;
 use crate::error::{Error, Result};
-use crate::reader::Reader;
+use crate::layout::{layout, Place};
+use crate::msgpack::{bad, wire, Reader};
 use crate::rules::sealed;
-use crate::sidecar::{self, Announced};
-use crate::trajectory::{Counts, Meta, Segment, TerminationKind, Trajectory};
+use crate::sidecar::{self, Sidecar, MAX_SIDECARS};
+use crate::trajectory::{
+    Counts, Meta, Segment, SegmentKind, Span, TerminationKind, Trajectory, TurnReward,
+};
 
 /// First value of every header.
 pub const MAGIC: &str = "sao-trajectory";
 /// The format that this build writes and reads.
 pub const FORMAT: u64 = 1;
-/// Arrays start at multiples of this many bytes in the payload.
-pub const ALIGNMENT: usize = 64;
 /// Longest header, bytes.
 pub const MAX_HEADER_BYTES: usize = 1 << 20;
 /// Longest payload unless the caller says otherwise, bytes.
@@ -24,8 +25,8 @@ pub const DEFAULT_MAX_BYTES: usize = 1 << 28;
 /// Most segments unless the caller says otherwise.
 pub const DEFAULT_MAX_SEGMENTS: usize = 4096;
 
-pub(crate) const FIELDS: u32 = 18;
-pub(crate) const SEGMENT_FIELDS: u32 = 6;
+const FIELDS: u32 = 18;
+const SEGMENT_FIELDS: u32 = 6;
 
 /// What a decoder accepts.
 #[derive(Debug, Clone, Copy)]
@@ -72,58 +73,6 @@ pub struct Summary {
     pub payload_bytes: usize,
     /// Names of the sidecars and their lengths, bytes.
     pub sidecars: Vec<(String, usize)>,
-}
-
-/// Where the arrays of one segment lie in the payload.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
-    /// Of `token_ids`, `logprobs` and `action_mask`, bytes.
-    pub offsets: [usize; 3],
-    /// Tokens of the segment.
-    pub tokens: usize,
-}
-
-impl Place {
-    pub(crate) fn sizes(self) -> [usize; 3] {
-        [4 * self.tokens, 4 * self.tokens, self.tokens]
-    }
-
-    pub(crate) fn end(self) -> usize {
-        self.offsets[2] + self.tokens
-    }
-
-    /// The place that follows `before` and holds `tokens` tokens; `None` when the offsets overflow.
-    pub(crate) fn after(before: usize, tokens: usize) -> Option<Self> {
-        let ids = before.checked_next_multiple_of(ALIGNMENT)?;
-        let array = tokens.checked_mul(4)?;
-        let logs = ids
-            .checked_add(array)?
-            .checked_next_multiple_of(ALIGNMENT)?;
-        let mask = logs
-            .checked_add(array)?
-            .checked_next_multiple_of(ALIGNMENT)?;
-        mask.checked_add(tokens)?;
-        Some(Self {
-            offsets: [ids, logs, mask],
-            tokens,
-        })
-    }
-}
-
-/// Where the arrays of segments of these lengths lie, and the length of the payload in bytes.
-///
-/// # Errors
-/// `Error::Validation` when the sizes overflow.
-pub fn layout(tokens: impl IntoIterator<Item = usize>) -> Result<(Vec<Place>, usize)> {
-    let (mut places, mut end) = (Vec::new(), 0);
-    for (index, tokens) in tokens.into_iter().enumerate() {
-        let place = Place::after(end, tokens).ok_or_else(|| {
-            Error::Validation(format!("segments[{index}]: {tokens} tokens are too many"))
-        })?;
-        end = place.end();
-        places.push(place);
-    }
-    Ok((places, end))
 }
 
 /// Checks and encodes; returns (header, payload).
@@ -288,7 +237,7 @@ fn put_header(
         }
     }
     put::write_str(out, "sidecars")?;
-    sidecar::put_all(out, &t.sidecars)?;
+    put_sidecars(out, &t.sidecars)?;
     put::write_str(out, "segments")?;
     put::write_array_len(out, t.segments.len() as u32)?;
     for ((segment, place), crcs) in t.segments.iter().zip(places).zip(crcs) {
@@ -322,7 +271,27 @@ fn put_segment(out: &mut Vec<u8>, segment: &Segment, place: Place, crcs: [u32; 3
     Ok(())
 }
 
-pub(crate) const ARRAYS: [&str; 3] = ["token_ids", "logprobs", "action_mask"];
+/// Writes the array of `[name, dtype, shape, bytes, crc32c]`.
+fn put_sidecars(
+    out: &mut Vec<u8>,
+    sidecars: &[Sidecar<'_>],
+) -> std::result::Result<(), put::ValueWriteError> {
+    put::write_array_len(out, sidecars.len() as u32)?;
+    for sidecar in sidecars {
+        put::write_array_len(out, 5)?;
+        put::write_str(out, &sidecar.name)?;
+        put::write_str(out, &sidecar.dtype)?;
+        put::write_array_len(out, sidecar.shape.len() as u32)?;
+        for dimension in &sidecar.shape {
+            put::write_uint(out, *dimension)?;
+        }
+        put::write_uint(out, sidecar.bytes.len() as u64)?;
+        put::write_uint(out, u64::from(crc32c(&[sidecar.bytes])))?;
+    }
+    Ok(())
+}
+
+const ARRAYS: [&str; 3] = ["token_ids", "logprobs", "action_mask"];
 
 fn put_nil(out: &mut Vec<u8>) -> Put {
     put::write_nil(out).map_err(put::ValueWriteError::InvalidMarkerWrite)
@@ -333,6 +302,13 @@ fn put_version(out: &mut Vec<u8>, version: Option<i64>) -> Put {
         Some(version) => put::write_sint(out, version).map(drop),
         None => put_nil(out),
     }
+}
+
+/// What a header says of a sidecar.
+#[derive(Debug, Clone, PartialEq)]
+struct Announced {
+    bytes: usize,
+    crc: u32,
 }
 
 /// A header, checked against its own checksum and schema but not against a payload.
@@ -406,7 +382,7 @@ pub fn decode_with<'a>(
     }
     let (mut trajectory, mut end) = (read.trajectory, 0);
     let named = std::mem::take(&mut trajectory.sidecars);
-    let sidecars = sidecar::attach(named, &read.announced, sidecars)?;
+    let sidecars = attach(named, &read.announced, sidecars)?;
     let drafts = std::mem::take(&mut trajectory.segments);
     let mut segments = Vec::with_capacity(drafts.len());
     let mut kept = Vec::with_capacity(drafts.len());
@@ -457,8 +433,42 @@ pub fn decode_with<'a>(
     Ok((trajectory, read.places))
 }
 
-fn wire<T>(text: String) -> Result<T> {
-    Err(Error::Wire(text))
+/// Compares the frames with what the header announced and puts them into the sidecars.
+fn attach<'a>(
+    sidecars: Vec<Sidecar<'static>>,
+    announced: &[Announced],
+    frames: &[&'a [u8]],
+) -> Result<Vec<Sidecar<'a>>> {
+    if frames.len() != sidecars.len() {
+        return Err(Error::Wire(format!(
+            "sidecars: {} frames, the header announces {}",
+            frames.len(),
+            sidecars.len()
+        )));
+    }
+    let mut attached = Vec::with_capacity(sidecars.len());
+    for ((sidecar, told), frame) in sidecars.into_iter().zip(announced).zip(frames) {
+        let name = &sidecar.name;
+        if frame.len() != told.bytes {
+            return Err(Error::Wire(format!(
+                "sidecars[{name:?}]: {} bytes, the header announces {}",
+                frame.len(),
+                told.bytes
+            )));
+        }
+        let found = crc32c(&[frame]);
+        if found != told.crc {
+            return Err(Error::Wire(format!(
+                "sidecars[{name:?}]: crc32c {found:#010x}, the header announces {:#010x}",
+                told.crc
+            )));
+        }
+        attached.push(Sidecar {
+            bytes: frame,
+            ..sidecar
+        });
+    }
+    Ok(attached)
 }
 
 fn read_header(header: &[u8], limits: Limits) -> Result<Header> {
@@ -526,4 +536,222 @@ fn read_header(header: &[u8], limits: Limits) -> Result<Header> {
         announced,
         trajectory: trajectory.0,
     })
+}
+
+impl Reader<'_> {
+    /// Reads up to the checksum.
+    fn open(&mut self) -> Result<()> {
+        let foreign = || Error::Wire("header: not a trajectory of sao".into());
+        let length = rmp::decode::read_map_len(&mut self.0).map_err(|_| foreign())?;
+        self.key("magic").map_err(|_| foreign())?;
+        if self.text("magic").map_err(|_| foreign())? != MAGIC {
+            return Err(foreign());
+        }
+        self.key("format")?;
+        let format = self.int("format")?;
+        if u64::try_from(format) != Ok(FORMAT) {
+            return wire(format!("format: {format}, this build reads {FORMAT}"));
+        }
+        if length != FIELDS {
+            return wire(format!("header: {length} fields, expected {FIELDS}"));
+        }
+        self.key("crc32c")
+    }
+
+    fn crc(&mut self) -> Result<u32> {
+        rmp::decode::read_u32(&mut self.0)
+            .map_err(|_| Error::Wire("crc32c: not a 32-bit unsigned integer".into()))
+    }
+
+    fn fields(&mut self) -> Result<(Trajectory<'static>, Counts)> {
+        self.key("id")?;
+        let id = self.id()?;
+        self.key("task_ordinal")?;
+        let task_ordinal = self.int("task_ordinal")?;
+        self.key("attempt")?;
+        let attempt = self.int("attempt")?;
+        self.key("env")?;
+        let env = self.text("env")?.to_owned();
+        self.key("counts")?;
+        self.array("counts", 4)?;
+        let counts = Counts {
+            tokens: self.size("counts[0]")?,
+            actions: self.size("counts[1]")?,
+            min_version: self.nullable(|r| r.int("counts[2]"))?,
+            max_version: self.nullable(|r| r.int("counts[3]"))?,
+        };
+        self.key("termination")?;
+        self.array("termination", 2)?;
+        let kind = self.text("termination[0]")?;
+        let Some(termination) = TerminationKind::parse(kind) else {
+            return wire(format!("termination[0]: unknown kind {kind:?}"));
+        };
+        let reason = self.text("termination[1]")?.to_owned();
+        self.key("reward")?;
+        let reward = self.nullable(|r| r.float("reward"))?;
+        self.key("temperature")?;
+        let temperature = self.float("temperature")?;
+        self.key("turn_rewards")?;
+        let mut turn_rewards = Vec::new();
+        for _ in 0..self.any_array("turn_rewards")? {
+            self.array("turn_rewards", 3)?;
+            turn_rewards.push(TurnReward {
+                segment: self.int("turn_rewards")?,
+                position: self.int("turn_rewards")?,
+                reward: self.float("turn_rewards")?,
+            });
+        }
+        self.key("fingerprints")?;
+        let fingerprints = self.map("fingerprints", |r| {
+            Ok((r.int("fingerprints")?, r.text("fingerprints")?.to_owned()))
+        })?;
+        self.key("timings_s")?;
+        let timings_s = self.map("timings_s", |r| {
+            Ok((r.text("timings_s")?.to_owned(), r.float("timings_s")?))
+        })?;
+        self.key("metadata")?;
+        let metadata = self.map("metadata", |r| {
+            Ok((r.text("metadata")?.to_owned(), r.meta()?))
+        })?;
+        let trajectory = Trajectory {
+            id,
+            task_ordinal,
+            attempt,
+            env,
+            segments: Vec::new(),
+            reward,
+            termination,
+            reason,
+            temperature,
+            turn_rewards,
+            fingerprints,
+            timings_s,
+            metadata,
+            sidecars: Vec::new(),
+        };
+        Ok((trajectory, counts))
+    }
+
+    fn segment(&mut self, index: usize, end: usize) -> Result<(Segment<'static>, Place, [u32; 3])> {
+        let field = |name: &str| format!("segments[{index}].{name}");
+        match rmp::decode::read_map_len(&mut self.0) {
+            Ok(SEGMENT_FIELDS) => {}
+            _ => {
+                return wire(format!(
+                    "segments[{index}]: not a map of {SEGMENT_FIELDS} fields"
+                ))
+            }
+        }
+        self.key("kind")?;
+        let name = self.text("kind")?;
+        let Some(kind) = SegmentKind::parse(name) else {
+            return wire(format!("{}: unknown kind {name:?}", field("kind")));
+        };
+        self.key("n_tokens")?;
+        let tokens = self.size("n_tokens")?;
+        let Some(place) = Place::after(end, tokens) else {
+            return wire(format!("{}: {tokens} is too large", field("n_tokens")));
+        };
+        let mut crcs = [0; 3];
+        for column in 0..3 {
+            self.key(ARRAYS[column])?;
+            self.array(ARRAYS[column], 3)?;
+            let (offset, bytes) = (self.size(ARRAYS[column])?, self.size(ARRAYS[column])?);
+            let (right_offset, right_bytes) = (place.offsets[column], place.sizes()[column]);
+            if (offset, bytes) != (right_offset, right_bytes) {
+                return wire(format!(
+                    "{}: {bytes} bytes at {offset}, expected {right_bytes} at {right_offset} for {tokens} tokens",
+                    field(ARRAYS[column])
+                ));
+            }
+            let crc = self.int(ARRAYS[column])?;
+            crcs[column] = u32::try_from(crc).map_err(|_| {
+                Error::Wire(format!("{}: {crc} is not a crc32c", field(ARRAYS[column])))
+            })?;
+        }
+        self.key("version_spans")?;
+        let mut version_spans = Vec::new();
+        for _ in 0..self.any_array("version_spans")? {
+            self.array("version_spans", 3)?;
+            version_spans.push(Span {
+                start: self.int("version_spans")?,
+                stop: self.int("version_spans")?,
+                version: self.int("version_spans")?,
+            });
+        }
+        let segment = Segment {
+            kind,
+            token_ids: &[],
+            logprobs: &[],
+            action_mask: &[],
+            version_spans,
+        };
+        Ok((segment, place, crcs))
+    }
+
+    /// Of at most `room` bytes together.
+    fn sidecars(&mut self, mut room: usize) -> Result<(Vec<Sidecar<'static>>, Vec<Announced>)> {
+        self.key("sidecars")?;
+        let count = self.any_array("sidecars")?;
+        if count > MAX_SIDECARS {
+            return wire(format!("sidecars: {count}, at most {MAX_SIDECARS}"));
+        }
+        let (mut sidecars, mut announced) = (Vec::new(), Vec::new());
+        for _ in 0..count {
+            self.array("sidecars", 5)?;
+            let (name, dtype) = (
+                self.text("sidecars")?.to_owned(),
+                self.text("sidecars")?.to_owned(),
+            );
+            let mut shape = Vec::new();
+            for _ in 0..self.any_array("sidecars")? {
+                shape.push(self.size("sidecars")? as u64);
+            }
+            let bytes = self.size("sidecars")?;
+            let crc =
+                u32::try_from(self.int("sidecars")?).map_err(|_| bad("sidecars", "a crc32c"))?;
+            let Some(left) = room.checked_sub(bytes) else {
+                return wire(format!(
+                    "sidecars[{name:?}]: {bytes} bytes, {room} more are accepted"
+                ));
+            };
+            room = left;
+            sidecars.push(Sidecar {
+                name,
+                dtype,
+                shape,
+                bytes: &[],
+            });
+            announced.push(Announced { bytes, crc });
+        }
+        sidecar::check(&sidecars, |index| announced[index].bytes)
+            .map_err(|error| Error::Wire(error.to_string()))?;
+        Ok((sidecars, announced))
+    }
+
+    fn meta(&mut self) -> Result<Meta> {
+        use rmp::Marker as M;
+        let marker = self.0.first().map(|byte| M::from_u8(*byte));
+        Ok(match marker {
+            Some(M::Null) => self.skip(Meta::Null),
+            Some(M::True) => self.skip(Meta::Bool(true)),
+            Some(M::False) => self.skip(Meta::Bool(false)),
+            Some(M::F64) => Meta::Float(self.float("metadata")?),
+            Some(M::FixStr(_) | M::Str8 | M::Str16 | M::Str32) => {
+                Meta::Text(self.text("metadata")?.to_owned())
+            }
+            _ => Meta::Int(self.int("metadata")?),
+        })
+    }
+
+    fn skip(&mut self, value: Meta) -> Meta {
+        self.0 = &self.0[1..];
+        value
+    }
+
+    fn id(&mut self) -> Result<[u8; 16]> {
+        let length = rmp::decode::read_bin_len(&mut self.0).map_err(|_| bad("id", "16 bytes"))?;
+        let bytes = self.take("id", length)?;
+        bytes.try_into().map_err(|_| bad("id", "16 bytes"))
+    }
 }

@@ -2,10 +2,11 @@
 
 use proptest::collection::vec;
 use proptest::prelude::*;
+use sao_core::layout::ALIGNMENT;
 use sao_core::trajectory::{
     Meta, Segment, SegmentKind, Span, TerminationKind, Trajectory, TurnReward,
 };
-use sao_core::wire::{decode, encode, summary, Limits, ALIGNMENT, MAX_HEADER_BYTES};
+use sao_core::wire::{decode, encode, summary, Limits, MAX_HEADER_BYTES};
 use sao_core::Error;
 
 #[derive(Debug, Clone)]

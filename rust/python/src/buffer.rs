@@ -83,7 +83,7 @@ impl Buffer {
         let arrays = wire::arrays(trajectory)?;
         let view = wire::extract(trajectory, &arrays)?;
         let lengths = view.segments.iter().map(|s| s.action_mask.len());
-        let (places, length) = guard(|| format::layout(lengths))?;
+        let (places, length) = guard(|| sao_core::layout::layout(lengths))?;
         let check = || guard(|| format::header(&view, &places, length));
         let frozen = arrays.frozen();
         let (header, counts) = if frozen && length > COPY_WITH_GIL_BYTES {

@@ -6,11 +6,12 @@ use pyo3::buffer::PyUntypedBuffer;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyMemoryView, PyString, PyTuple};
+use sao_core::layout::Place;
 use sao_core::sidecar::{Sidecar, MAX_SIDECARS};
 use sao_core::trajectory::{
     Meta, Segment, SegmentKind, Span, TerminationKind, Trajectory, TurnReward,
 };
-use sao_core::wire::{self, Limits, Place};
+use sao_core::wire::{self, Limits};
 
 use crate::error::{guard, validation};
 use crate::lend;
@@ -371,7 +372,7 @@ fn encode<'py>(
     let view = extract(trajectory, &buffers)?;
     let frozen = buffers.frozen();
     let (places, length) =
-        guard(|| wire::layout(view.segments.iter().map(|s| s.action_mask.len())))?;
+        guard(|| sao_core::layout::layout(view.segments.iter().map(|s| s.action_mask.len())))?;
     let mut header = Vec::new();
     let payload = PyBytes::new_with(py, length, |out| {
         header = if frozen && length > DETACH_BYTES {
