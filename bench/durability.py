@@ -1,12 +1,14 @@
 """The cost of finished rollouts that outlive the broker: `python bench/durability.py`; writes results/durability.json.
 
 A real broker process takes trajectories of 2000 tokens from one generator over ipc, 64 unanswered at a time, under each
-`buffer.durability`; then it is killed with all of them waiting, and started again.
+`buffer.durability`; then it is killed with all of them waiting, and started again. With the path of another checkout,
+whose core is built, both are measured in turns instead, and what is shown is the median of the ratios after / before.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,17 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 sys.path.insert(1, str(Path(__file__).parent))
-from common import RESULTS, machine
+from common import RESULTS, machine, median
 
 from sao.config import parse, save
 from sao.trajectory import SegmentBuilder, Termination, Trajectory, encode
+from sao.transport import messages
 from sao.transport.client import Client
-from sao.transport.messages import FinishedRollout, GetSnapshot, Loaded, Slots, TaskEntry, Tasks
 from sao.transport.sockets import private_folder
 
 COUNT, TOKENS, WINDOW = 2000, 2000, 64
+LEVELS, ROUNDS = ("off", "process", "machine"), 5
 BATCH, LAG = 64, 31
 
 
@@ -39,6 +43,28 @@ def encoded(ordinal: int, attempt: int) -> tuple[bytes, bytes]:
     name = ordinal.to_bytes(8, "little") + attempt.to_bytes(8, "little")
     ending = Termination("finished")
     return encode(Trajectory(name, ordinal, attempt, "e", (builder.build(),), 1.0, ending, 1.0, fingerprints={}))
+
+
+def send(client: Client, kind: str, body: dict[str, Any], frames: tuple[bytes, ...] = ()) -> Any:
+    """Sends a message; a checkout of before messages were classes takes its parts."""
+    names = {"loaded": "Loaded", "slots": "Slots", "trajectory": "FinishedRollout", "snapshot": "GetSnapshot"}
+    if hasattr(messages, "GetSnapshot"):
+        return client.send(getattr(messages, names[kind])(**body, frames=frames))
+    return client.send(kind, body, frames)
+
+
+def snapshot_of(client: Client) -> dict[str, Any]:
+    answer = send(client, "snapshot", {}).result(60)
+    found: dict[str, Any] = getattr(answer, "state", None) or answer.body
+    return found
+
+
+def pushed(message: Any) -> list[tuple[int, int]]:
+    """Ordinal and attempt of the tasks in a push."""
+    tasks = getattr(message, "tasks", None)
+    if tasks is None and hasattr(message, "body"):
+        return [(task["ordinal"], task["attempt"]) for task in message.body.get("tasks", [])]
+    return [(task.ordinal, task.attempt) for task in tasks or ()]
 
 
 class Broker:
@@ -73,40 +99,42 @@ def measure(durability: str) -> dict[str, Any]:
         )
         save(config, folder / "config.json")
         endpoint = f"ipc://{sockets / 'broker'}"
-        broker, tasks = Broker(folder, endpoint), deque[TaskEntry]()
+        broker, tasks = Broker(folder, endpoint), deque[tuple[int, int]]()
         client = Client(
             endpoint,
             role="generator",
             name="g0",
             outage_s=60.0,
-            on_push=lambda message: tasks.extend(message.tasks if isinstance(message, Tasks) else ()),
+            on_push=lambda message: tasks.extend(pushed(message)),
         )
         try:
             client.connect(deadline_s=60)
-            client.call(Loaded(0, "0" * 32)).result(30)
-            client.call(Slots(COUNT, 0)).result(30)
+            send(client, "loaded", {"version": 0, "fingerprint": "0" * 32}).result(30)
+            send(client, "slots", {"free": COUNT, "received": 0}).result(30)
             while len(tasks) < COUNT:
                 time.sleep(0.01)
-            ready = [encoded(task.ordinal, task.attempt) for task in tasks]
+            ready = [encoded(ordinal, attempt) for ordinal, attempt in tasks]
             size = sum(map(len, ready[0]))
             waits, open_ = [], deque[tuple[float, Any]]()
+            started_s = sum(psutil.Process(broker.process.pid).cpu_times()[:2])
             began = time.perf_counter()
             for frames in ready:
                 if len(open_) == WINDOW:
                     _settle(open_, waits)
-                open_.append((time.perf_counter(), client.send(FinishedRollout(frames=frames))))
+                open_.append((time.perf_counter(), send(client, "trajectory", {}, frames)))
             while open_:
                 _settle(open_, waits)
             seconds = time.perf_counter() - began
-            disk = sum(path.stat().st_size for path in folder.glob("wal/*"))
-            snapshot = client.call(GetSnapshot()).result(30).state
+            busy_s = sum(psutil.Process(broker.process.pid).cpu_times()[:2])
+            disk = sum(path.stat().st_size for path in folder.glob("journal/*"))
+            snapshot = snapshot_of(client)
             assert snapshot["ready"] == COUNT, snapshot
             broker.kill()
             back = {}
             if durability != "off":
                 began = time.perf_counter()
                 broker = Broker(folder, endpoint)
-                snapshot = client.call(GetSnapshot()).result(60).state
+                snapshot = snapshot_of(client)
                 back = {"back_after_s": round(time.perf_counter() - began, 2), "ready_after": snapshot["ready"]}
                 assert snapshot["ready"] == COUNT and snapshot["tokens"]["held"] == COUNT * TOKENS // 2, snapshot
         finally:
@@ -120,6 +148,7 @@ def measure(durability: str) -> dict[str, Any]:
         "durability": durability,
         "trajectory_bytes": size,
         "trajectories_per_s": round(COUNT / seconds),
+        "broker_cpu_us_each": round((busy_s - started_s) / COUNT * 1e6, 1),
         "mb_per_s": round(COUNT * size / seconds / 1e6, 1),
         "ack_ms": {"p50": round(waits[COUNT // 2] * 1e3, 2), "p99": round(waits[COUNT * 99 // 100] * 1e3, 2)},
         "log_mib": round(disk / 2**20, 1),
@@ -129,16 +158,52 @@ def measure(durability: str) -> dict[str, Any]:
 
 def _settle(waiting: deque[tuple[float, Any]], waits: list[float]) -> None:
     sent, future = waiting.popleft()
-    assert future.result(60).accepted
+    answer = future.result(60)
+    assert answer.accepted if hasattr(answer, "accepted") else answer.body["accepted"]
     waits.append(time.perf_counter() - sent)
 
 
+def compare(other: Path) -> list[dict[str, Any]]:
+    """This checkout (after) beside another one (before), in turns."""
+    trees, rows = {"before": other.resolve(), "after": Path(__file__).resolve().parents[1]}, []
+    for level in LEVELS:
+        rounds: list[dict[str, Any]] = []
+        for number in range(ROUNDS):
+            order = list(trees) if number % 2 == 0 else list(trees)[::-1]
+            rounds.append({which: _child(trees[which], level) for which in order})
+        row: dict[str, Any] = {"durability": level}
+        for key, name in (("trajectories_per_s", "throughput"), ("broker_cpu_us_each", "broker_cpu")):
+            row |= {f"{key}_{which}": median(sorted(one[which][key] for one in rounds)) for which in trees}
+            row[f"{name}_ratio"] = round(median(sorted(one["after"][key] / one["before"][key] for one in rounds)), 3)
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def _child(checkout: Path, level: str) -> dict[str, Any]:
+    paths = f"{checkout / 'python'}:{Path(__file__).resolve().parent}"
+    command = [sys.executable, str(Path(__file__).resolve()), "--child", level]
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
 def main() -> None:
-    rows = [measure(durability) for durability in ("off", "process", "machine")]
-    result = {"machine": machine(), "rollouts": COUNT, "tokens_each": TOKENS, "unanswered": WINDOW, "rows": rows}
-    print(json.dumps(result, indent=1))
+    if sys.argv[1:2] == ["--child"]:
+        print(json.dumps(measure(sys.argv[2])))
+        return
+    result = {"machine": machine(), "rollouts": COUNT, "tokens_each": TOKENS, "unanswered": WINDOW}
+    if sys.argv[1:]:
+        result |= {"rounds": ROUNDS, "rows": compare(Path(sys.argv[1]))}
+    else:
+        result["rows"] = [measure(level) for level in LEVELS]
+        print(json.dumps(result, indent=1))
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "durability.json").write_text(json.dumps(result, indent=1) + "\n")
+    name = "durability_before_after.json" if sys.argv[1:] else "durability.json"
+    (RESULTS / name).write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -79,10 +79,7 @@ pub struct Tokens {
 
 impl Tokens {
     fn drop(&mut self, reason: &str, tokens: u64) {
-        match self.dropped.get_mut(reason) {
-            Some(sum) => *sum += tokens,
-            None => _ = self.dropped.insert(reason.to_owned(), tokens),
-        }
+        *self.dropped.entry(reason.to_owned()).or_default() += tokens;
     }
 
     /// Whether every sampled token is somewhere.

@@ -1,4 +1,4 @@
-//! The checksum of wire and ledger: CRC-32C (Castagnoli; iSCSI, RFC 3720).
+//! The checksum of the wire format: CRC-32C (Castagnoli; iSCSI, RFC 3720).
 
 use crc_fast::{checksum, CrcAlgorithm::Crc32Iscsi, Digest};
 

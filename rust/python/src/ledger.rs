@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyTuple};
+use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyTuple};
 use sao_core::ledger::{self as core, Event, Stored, TrainedStep, SEGMENT_BYTES};
 use sao_core::{Error, Result};
 
@@ -246,11 +246,7 @@ impl Ledger {
 
     fn counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let counts: Vec<_> = self.look(|books| books.counts().collect())?;
-        let out = PyDict::new(py);
-        for (name, count) in counts {
-            out.set_item(name, count)?;
-        }
-        Ok(out)
+        counts.into_py_dict(py)
     }
 
     fn tokens<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
