@@ -30,7 +30,7 @@ _OUTPUT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What an agent needs to play one episode: base_url of the API, the key of the session, the name of the model, and
+    """The access of an agent to one episode: base_url of the API, the key of the session, the name of the model, and
     the address and key with which the reward is posted."""
 
     base_url: str

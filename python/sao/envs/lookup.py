@@ -17,7 +17,7 @@ from sao.envs.protocol import Message, SingleTask, StepResult, belongs, check_in
 LETTERS = tuple("abcdefghijklmnopqrstuvwx")
 NUMBERS = tuple(str(number) for number in range(13))
 WORDS = ("get", "say", "plus", "error", *NUMBERS, *LETTERS)
-"""Every word that the environment says or accepts; with 7 special tokens a vocabulary of 48."""
+"""Every word that the environment writes or accepts; with 7 special tokens a vocabulary of 48."""
 
 _VALUES = 7  # values and operands are 0 to 6, so that a sum is one word
 
@@ -36,7 +36,7 @@ class LookupTask:
 
     @property
     def question(self) -> str:
-        """What the user asks."""
+        """The user's question."""
         return f"{self.key} plus {self.operand}"
 
     @property
@@ -46,7 +46,7 @@ class LookupTask:
 
     @property
     def observation(self) -> str:
-        """What the tool replies to the right call."""
+        """The tool's reply to the right call."""
         return _show(self.rows)
 
     @property

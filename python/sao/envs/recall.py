@@ -33,7 +33,7 @@ WORDS = (
     *FILLER,
     *(f"{key}={value}" for key in KEYS for value in VALUES),
 )
-"""Every word that the environment says or accepts, and `sum`, the example's request for a summary."""
+"""Every word that the environment writes or accepts, and `sum`, the example's request for a summary."""
 
 WORDS_PER_OBSERVATION = 4
 

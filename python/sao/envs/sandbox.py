@@ -138,7 +138,7 @@ class Sandbox:
         return self._bwrap is not None
 
     def place(self, folder: Folder) -> str:
-        """What a folder is called inside: its own path, where there is no bubblewrap to give it another."""
+        """The path of a folder inside: its own, where there is no bubblewrap to give it another."""
         return folder.inside if self.protects_files else str(folder.host)
 
     def own(self, folder: Path) -> None:
@@ -304,8 +304,8 @@ async def _end(process: asyncio.subprocess.Process, info: int) -> None:
 
 def _first(info: int, kill: bool) -> int | None:
     """A descriptor of the first process of the namespace, which it kills if it is to. None when it is gone, and when
-    nothing whole was told: by unshare, which itself waits for that process, or by a bubblewrap that did not get far; it
-    tells everything before the first process may go on and leave the group.
+    nothing whole was written: by unshare, which itself waits for that process, or by a bubblewrap that did not get far;
+    it writes everything before the first process may go on and leave the group.
     """
     os.set_blocking(info, False)
     try:

@@ -12,7 +12,7 @@ _SIGNS = ("lorry", "parcel", "pallet", "crate", "drum", "envelope")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a module has to compute from whole numbers: one of three forms with whole coefficients."""
+    """The rule of a module, over whole numbers: one of three forms with whole coefficients."""
 
     form: int
     a: int

@@ -220,7 +220,7 @@ def _tokens(segment: Segment, styles: list[str], texts: Callable[[int], str] | N
 
 
 def _texts(file: Path) -> Callable[[int], str] | None:
-    """From token id to text, by the tokenizer of the run that recorded the file; None when it is gone."""
+    """The map from token id to text, by the tokenizer of the run that recorded the file; None when it is gone."""
     try:
         config: dict[str, Any] = json.loads((file.parent.parent / "config.json").read_text(encoding="utf-8"))
         from tokenizers import Tokenizer  # of the extra `train`

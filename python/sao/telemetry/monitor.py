@@ -28,7 +28,7 @@ class Monitor:
             self.sinks.append(TensorBoard(run_folder / "tensorboard"))
         if config.telemetry.wandb:
             self.sinks.append(WandB(config.run.name, config.model_dump(mode="json"), run_folder))
-        self.warnings: list[str] = []  # what a user should be told once the run has begun
+        self.warnings: list[str] = []  # for the user, once the run has begun
         port = config.telemetry.prometheus_port
         if port is not None:
             try:

@@ -13,7 +13,7 @@ ADDRESS = "127.0.0.1"
 
 
 def taken(port: int, error: OSError) -> str:
-    """Why the numbers cannot be served at this port, for a user."""
+    """The message for a port at which the numbers cannot be served."""
     return f"telemetry.prometheus_port: {port} on {ADDRESS} cannot be had: {error.strerror}"
 
 

@@ -36,9 +36,7 @@ _NAME = re.compile(r"step-(\d{6,})\.safetensors")
 
 @dataclass(frozen=True, eq=False)
 class RecordedStep:
-    """What `write_step` wrote. `frames`: header, payload and sidecars of each trajectory, one after the other, in batch
-    order.
-    """
+    """A step as `write_step` wrote it. frames: header, payload and sidecars of each trajectory, in batch order."""
 
     step: int
     frames: list[bytes]
@@ -122,7 +120,7 @@ def read_step(path: Path) -> RecordedStep:
 
 
 def step_path(folder: Path, step: int) -> Path:
-    """Where the step is, or would be."""
+    """The path of a step's file, whether it is there or not."""
     return folder / f"step-{step:06d}.safetensors"
 
 
