@@ -53,11 +53,11 @@ class Stopwatch:
 
 
 def run(size: dict[str, Any]) -> None:
-    from sao.learner import metrics
+    from sao.learner import work
     from sao.learner.step import Learner
     from sao.trajectory import decode, encode
 
-    metrics.time = type("Cpu", (), {"perf_counter": staticmethod(time.process_time)})  # causes in CPU seconds too
+    work.time = type("Cpu", (), {"perf_counter": staticmethod(time.process_time)})  # causes in CPU seconds too
     lengths = np.random.default_rng(1).integers(size["low"], size["high"] + 1, size["rollouts"])
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as weights:
         shape = {key: size[key] for key in ("width", "layers", "vocabulary")}

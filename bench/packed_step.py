@@ -57,9 +57,9 @@ def run(how: str, idle: bool = False) -> None:
     from sao.learner.step import Learner
 
     if how.startswith("padded"):
-        step.plan_rows = lambda batch, *_: padded_plan(batch.lengths, how.endswith("sorted"))
+        step.plan_segments = lambda lengths, *_, **__: padded_plan(lengths, how.endswith("sorted"))
     elif how != "packed":
-        step.plan_rows = lambda batch, *bound: plan_segments(batch.lengths, *bound[:4], masked=False)
+        step.plan_segments = lambda *bound, masked: plan_segments(*bound, masked=False)
     built: list[Any] = []
     make = step.micro_batches
     step.micro_batches = lambda *arguments: built.append(made := make(*arguments)) or made

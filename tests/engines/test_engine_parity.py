@@ -19,8 +19,9 @@ from sao.engines.base import Completion, Engine, Request
 from sao.engines.torch_engine import TorchEngine
 from sao.engines.vllm.engine import VllmEngine
 from sao.errors import ClosedError
-from sao.learner.batch import flatten, micro_batches, plan_rows
+from sao.learner.batch import flatten, micro_batches
 from sao.learner.model import Policy, load_policy
+from sao.learner.plan import plan_segments
 from sao.learner.world import World
 from sao.trajectory import SegmentBuilder, Termination, Trajectory
 from sao.transport.weights import publish
@@ -115,7 +116,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
 def learner_differences(policy: Policy, trajectories: list[Trajectory]) -> np.ndarray:
     """The learner's log-probs, as in a step (packed, several rollouts a row), less the engine's: float32[n actions]."""
     batch = flatten(trajectories, version=max(t.max_version for t in trajectories))
-    plan = plan_rows(batch, 1, CONTEXT, 2)
+    plan = plan_segments(batch.lengths, 1, CONTEXT, 2)
     found = np.full(batch.token_ids.size, np.nan, dtype=np.float32)
     for part in micro_batches(batch, plan, 0, torch.device("cpu")):
         with torch.no_grad():

@@ -13,6 +13,7 @@ from learner.rollouts import make_config, make_segment, make_trajectory, random_
 from torch.distributed.tensor import DTensor
 
 from sao.errors import LearnerError
+from sao.learner.checkpoint import Checkpointer
 from sao.learner.export import full_tensors
 from sao.learner.step import Learner
 from sao.learner.world import World
@@ -48,7 +49,7 @@ def spoil(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> None
 def keep_gradients(learner: Learner) -> dict[str, torch.Tensor]:
     """Fills up with the whole mean gradients, after clipping, of the last update of each model."""
     kept: dict[str, torch.Tensor] = {}
-    for name, optimizer in (("policy", learner.policy_optimizer), ("critic", learner.critic_optimizer)):
+    for name, optimizer in (("policy", learner.optimizers["policy"]), ("critic", learner.optimizers["critic"])):
 
         def step(name=name, optimizer=optimizer, update=optimizer.step):
             for key, parameter in zip(optimizer.names, optimizer.parameters, strict=True):
@@ -95,7 +96,9 @@ def run(scenario: str, model: Path, out: Path, world: World) -> None:
     for name, module in (("policy", learner.policy), ("critic", learner.critic)):
         whole = full_tensors(module, dtype, world)
         tensors.update({f"{name}.{key}": tensor for key, tensor in (whole or {}).items()})
-    learner.export(out / "checkpoints")
+    if scenario == "long-and-tiny":
+        saver = Checkpointer(learner, out / "checkpoints")
+        assert saver.save(0, []) is None and saver.finish() is None
     if world.rank == 0:
         torch.save(tensors, out / "tensors.pt")
         torch.save(gradients, out / "gradients.pt")

@@ -9,7 +9,8 @@ from torch.nn.attention.flex_attention import create_mask
 from sao.errors import ConfigError
 from sao.learner import attention
 from sao.learner.attention import FLASH, FLEX, SDPA, choose, mask
-from sao.learner.batch import flatten, micro_batches, plan_rows
+from sao.learner.batch import flatten, micro_batches
+from sao.learner.plan import plan_segments
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -45,7 +46,7 @@ def test_block_mask_and_matrix_are_the_same_rule():
 
 def test_for_flash_attention_a_micro_batch_is_one_row_of_restarting_positions():
     batch = flatten(random_batch(3, 9), 0)
-    plan = plan_rows(batch, 2, 64, 2)
+    plan = plan_segments(batch.lengths, 2, 64, 2)
     for rank in range(2):
         rows = micro_batches(batch, plan, rank, CPU)
         flat = micro_batches(batch, plan, rank, CPU, FLASH)

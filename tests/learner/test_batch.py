@@ -8,13 +8,14 @@ import torch
 from learner.rollouts import make_segment, make_trajectory, random_batch
 
 from sao.errors import ValidationError
-from sao.learner.batch import flatten, micro_batches, plan_rows
+from sao.learner.batch import flatten, micro_batches
+from sao.learner.plan import plan_segments
 
 CPU = torch.device("cpu")
 
 
 def build(batch, ranks=1, row_tokens=64, rows=4):
-    plan = plan_rows(batch, ranks, row_tokens, rows)
+    plan = plan_segments(batch.lengths, ranks, row_tokens, rows)
     return [micro_batches(batch, plan, rank, CPU) for rank in range(ranks)]
 
 
@@ -50,7 +51,7 @@ def test_positions_restart_and_attention_stays_inside_a_segment(rng):
     """Lengths 3 and 2 in one row: 3 + 2 positions, a causal block each, and no pair (3 -> 4)."""
     trajectory = make_trajectory(rng, [make_segment(rng, [(2, 1)]), make_segment(rng, [(1, 1)])])
     batch = flatten([trajectory], 0)
-    plan = plan_rows(batch, 1, 64, 4)
+    plan = plan_segments(batch.lengths, 1, 64, 4)
     # One row for both, whatever the planner prefers.
     plan = type("Plan", (), {
         "rank": np.array([0, 0]), "micro_batch": np.array([0, 0]), "row": np.array([0, 0]),
@@ -87,7 +88,7 @@ def test_a_rank_without_work_gets_padding_that_holds_nothing(rng):
 def test_too_long_a_segment_is_refused_with_its_length(rng):
     batch = flatten([make_trajectory(rng, [make_segment(rng, [(60, 5)])])], 0)
     with pytest.raises(ValidationError, match=r"segment 0: 65 tokens exceed learner\.row_tokens = 64"):
-        plan_rows(batch, 1, 64, 4)
+        plan_segments(batch.lengths, 1, 64, 4)
 
 
 def test_what_cannot_be_trained_on_is_refused(rng):

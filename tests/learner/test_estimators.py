@@ -80,13 +80,14 @@ def test_a_group_step_equals_plain_code(tiny_model, settings, loss):
 @pytest.mark.parametrize("name", NO_CRITIC)
 def test_without_a_critic_there_is_none(tiny_model, tmp_path, name):
     learner = Learner(make_config(tiny_model, **NO_CRITIC[name]))
-    assert learner.critic is None and learner.critic_optimizer is None and set(learner.optimizers) == {"policy"}
+    assert learner.critic is None and set(learner.optimizers) == {"policy"}
     before = parameters(learner.policy)
     result = learner.step(batch_of([1.0, 0.0, 1.0, 0.0]))
     assert result.skipped is None and result.version == 1
     assert not [metric for metric in result.metrics if metric.startswith(("critic/", "loss/critic", "lambda/"))]
     assert all(not torch.equal(before[key], value) for key, value in parameters(learner.policy).items())
-    folder = learner.export(tmp_path)
+    saver, folder = Checkpointer(learner, tmp_path), tmp_path / "step-1"
+    assert saver.save(0, []) is None and saver.finish() is None
     assert not (folder / "critic.safetensors").exists() and (folder / "model.safetensors").exists()
 
 
@@ -165,7 +166,7 @@ def test_passes_after_the_first_see_the_policy_move_away(tiny_model, old):
     assert "loss/policy_2" not in one.metrics
     assert three.metrics["loss/policy_3"] < three.metrics["loss/policy_2"] < three.metrics["loss/policy"]
     assert three.metrics["policy/grad_norm_3"] > 0
-    assert twice.policy_optimizer.adam.state_dict()["state"][0]["step"] == 3
+    assert twice.optimizers["policy"].adam.state_dict()["state"][0]["step"] == 3
 
 
 def test_a_later_pass_without_gradient_ends_the_passes_and_the_step_counts(tiny_model):
@@ -175,7 +176,7 @@ def test_a_later_pass_without_gradient_ends_the_passes_and_the_step_counts(tiny_
     learner.baseline_state = {"all": [0.0], "tasks": []}
     rng = np.random.default_rng(0)
     result = learner.step([make_trajectory(rng, [make_segment(rng, [(5, 1)])], reward=1.0)])
-    assert learner.policy_optimizer.adam.state_dict()["state"][0]["step"] == 1
+    assert learner.optimizers["policy"].adam.state_dict()["state"][0]["step"] == 1
     assert result.skipped is None and result.version == 1 and result.trained_tokens == 1
 
 
@@ -188,8 +189,8 @@ def test_vapo_adds_the_likelihood_of_successes(tiny_model):
     expected = plain(added, batch[:1], [1.0], lambda logp, *_: -logp)
     gradients = []
     for learner in (bare, added):
-        learner.policy_optimizer.step = lambda learner=learner: gradients.append(
-            [p.grad.clone() for p in learner.policy_optimizer.parameters]
+        learner.optimizers["policy"].step = lambda learner=learner: gradients.append(
+            [p.grad.clone() for p in learner.optimizers["policy"].parameters]
         )
         metrics = learner.step(batch).metrics
     assert metrics["loss/positive"] == pytest.approx(expected, rel=1e-6)

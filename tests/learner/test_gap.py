@@ -9,6 +9,7 @@ from learner.rollouts import make_config, make_segment, make_trajectory
 from sao.algorithms.policy_loss import LOG_RATIO_LIMIT
 from sao.learner.metrics import PolicySums
 from sao.learner.step import Learner
+from sao.learner.world import World
 
 
 def test_the_gap_to_the_engine_is_measured_at_lag_0_only_and_absent_without(tiny_model):
@@ -41,7 +42,7 @@ def test_the_gap_is_measured_while_the_critic_warms_up_without_touching_the_poli
 
 def test_shares_are_of_all_tokens_and_extremes_are_true_ones():
     """Three of 12 tokens and three of 4 are below the band: 6/16, not the mean of 1/4 and 3/4; then 0 of 16 more."""
-    sums = PolicySums(0.3, 5.0, torch.device("cpu"))
+    sums = PolicySums(0.3, 5.0, World.alone())
     for low, count in ((3, 12), (3, 4), (0, 16)):
         rollout = torch.full((count,), -1.0)
         logprobs = rollout + torch.log(torch.tensor([0.5] * low + [1.0] * (count - low)))
@@ -56,7 +57,7 @@ def test_shares_are_of_all_tokens_and_extremes_are_true_ones():
 
 def test_the_largest_ratio_and_gap_are_found_wherever_they_are():
     for place in (0, 1):
-        sums = PolicySums(0.3, 5.0, torch.device("cpu"))
+        sums = PolicySums(0.3, 5.0, World.alone())
         for part in range(2):
             shift = 2.0 if part == place else 0.1
             rollout = torch.full((3,), -5.0)
@@ -71,7 +72,7 @@ def test_the_largest_ratio_and_gap_are_found_wherever_they_are():
 
 
 def test_a_gap_beyond_what_a_ratio_can_show_is_still_the_gap():
-    sums = PolicySums(0.3, 5.0, torch.device("cpu"))
+    sums = PolicySums(0.3, 5.0, World.alone())
     far = 3 * LOG_RATIO_LIMIT
     one = torch.zeros(1)
     sums.add(logprobs=one - far, rollout_logprobs=one, entropies=one, lags=torch.zeros(1, dtype=torch.int64))

@@ -8,8 +8,9 @@ from tiny_model import make_folder, make_model
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from sao.errors import ConfigError, ValidationError
-from sao.learner.batch import flatten, micro_batches, plan_rows
+from sao.learner.batch import flatten, micro_batches
 from sao.learner.model import Critic, Policy, check_packing, freeze_attention, load_critic, load_policy
+from sao.learner.plan import plan_segments
 from sao.learner.step import Learner
 from sao.learner.world import World
 
@@ -18,7 +19,7 @@ ALONE = World.alone()
 
 def one_batch(trajectories, row_tokens=64, rows=64, cut=None):
     batch = flatten(trajectories, 0)
-    plan = plan_rows(batch, 1, row_tokens, rows)
+    plan = plan_segments(batch.lengths, 1, row_tokens, rows)
     return micro_batches(batch, cut(plan) if cut else plan, 0, ALONE.device)
 
 
@@ -169,7 +170,7 @@ def test_of_a_mixture_of_experts_the_critics_attention_stays_and_its_experts_lea
     learner.critic.head.weight.data.normal_(generator=torch.Generator().manual_seed(0))
     before = {name: parameter.detach().clone() for name, parameter in learner.critic.named_parameters()}
     policy = {name: parameter.detach().clone() for name, parameter in learner.policy.named_parameters()}
-    learner.critic_optimizer.clear = lambda: None  # so that the last gradients can be looked at
+    learner.optimizers["critic"].clear = lambda: None  # so that the last gradients can be looked at
     result = learner.step(random_batch(0, 8))
     assert result.skipped is None
     for name, parameter in learner.critic.named_parameters():

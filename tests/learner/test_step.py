@@ -10,6 +10,7 @@ from learner.oracle import Oracle
 from learner.rollouts import make_config, make_segment, make_trajectory, random_batch
 
 from sao.errors import ConfigError, LearnerError, ValidationError
+from sao.learner.checkpoint import Checkpointer
 from sao.learner.model import load_policy
 from sao.learner.step import Learner
 from sao.learner.world import World
@@ -141,8 +142,8 @@ def test_as_many_updates_however_many_segments(tiny_model):
     rng = np.random.default_rng(0)
     learner = Learner(make_config(tiny_model))
     learner.step([make_trajectory(rng, [make_segment(rng, [(3, 2)]) for _ in range(n)]) for n in (1, 2, 3, 7)])
-    assert {int(entry["step"]) for entry in moments(learner.policy_optimizer).values()} == {1}
-    assert {int(entry["step"]) for entry in moments(learner.critic_optimizer).values()} == {2}
+    assert {int(entry["step"]) for entry in moments(learner.optimizers["policy"]).values()} == {1}
+    assert {int(entry["step"]) for entry in moments(learner.optimizers["critic"]).values()} == {2}
 
 
 def test_a_rollout_without_trained_tokens_takes_no_part(tiny_model):
@@ -172,7 +173,7 @@ def test_everything_trainable_moves_and_frozen_parts_do_not(tiny_model):
     assert len(frozen) == 8 and moved == before.keys() - frozen
     parameters = dict(learner.critic.named_parameters())
     assert all(parameters[name.removeprefix("critic.")].grad is None for name in frozen)
-    held = {id(p) for group in learner.critic_optimizer.adam.param_groups for p in group["params"]}
+    held = {id(p) for group in learner.optimizers["critic"].adam.param_groups for p in group["params"]}
     assert held == {id(p) for p in learner.critic.parameters() if p.requires_grad}
 
 
@@ -218,7 +219,7 @@ def test_critic_warmup_leaves_policy_and_version_alone(tiny_model, tmp_path):
     after = state(learner)
     assert all(torch.equal(before[name], after[name]) for name in before if name.startswith("policy."))
     assert not torch.equal(before["critic.head.bias"], after["critic.head.bias"])
-    assert not moments(learner.policy_optimizer) and list(tmp_path.iterdir()) == []
+    assert not moments(learner.optimizers["policy"]) and list(tmp_path.iterdir()) == []
     result = learner.step(random_batch(2, 6))
     assert result.version == 1 and result.weights is not None
 
@@ -286,13 +287,13 @@ def test_a_batch_without_policy_gradient_leaves_the_policy_bit_identical(tiny_mo
     stale = [make_trajectory(rng, [make_segment(rng, [(3, 4)], versions=(0,))])]
     outside = [make_trajectory(rng, [make_segment(rng, [(3, 4)], versions=(1,), logprob=-40.0)])]
     for number, batch in enumerate((stale, outside), start=1):
-        before, held = state(learner), moments(learner.policy_optimizer)
+        before, held = state(learner), moments(learner.optimizers["policy"])
         result = learner.step(batch)
         after = state(learner)
         assert result.skipped == "no action token with a policy gradient" and result.version == 1
         assert result.weights is None and (result.trained_tokens, result.masked_tokens) == (0, 4)
         assert all(torch.equal(before[name], after[name]) for name in before if name.startswith("policy."))
-        assert same_moments(held, moments(learner.policy_optimizer))
+        assert same_moments(held, moments(learner.optimizers["policy"]))
         assert result.metrics["loss/policy"] == 0 and result.metrics["step/skipped_total"] == number
         assert all(math.isfinite(value) for value in result.metrics.values())
 
@@ -304,12 +305,12 @@ def test_a_non_finite_gradient_is_named_and_never_reaches_the_optimizer(tiny_mod
     name = {"policy": "lm.model.layers.1.mlp.up_proj.weight", "critic": "backbone.layers.0.mlp.down_proj.weight"}[part]
     module = getattr(learner, part)
     poison = dict(module.named_parameters())[name].register_hook(poisoned)
-    before, held = state(learner), moments(getattr(learner, f"{part}_optimizer"))
+    before, held = state(learner), moments(learner.optimizers[part])
     result = learner.step(random_batch(1, 4))
     after = state(learner)
     assert result.skipped == f"non-finite gradient of {part} {name}" and result.version == 1 and result.weights is None
     assert all(torch.equal(before[key], after[key]) for key in before if key.startswith(f"{part}."))
-    assert same_moments(held, moments(getattr(learner, f"{part}_optimizer")))
+    assert same_moments(held, moments(learner.optimizers[part]))
     assert learner.step(random_batch(2, 4)).metrics["step/skipped_total"] == 2
     with pytest.raises(LearnerError, match=f"3 steps in a row.*{name}"):
         learner.step(random_batch(3, 4))
@@ -427,7 +428,7 @@ def test_rates_follow_training_steps_not_optimizer_calls(tiny_model):
     warm = Learner(make_config(tiny_model, learner__lr_warmup_steps=10))
     metrics = warm.step(random_batch(0, 3)).metrics
     assert metrics["policy/lr"] == pytest.approx(1e-4) and metrics["critic/lr"] == pytest.approx(1e-3)
-    for optimizer in (warm.policy_optimizer, warm.critic_optimizer):
+    for optimizer in (warm.optimizers["policy"], warm.optimizers["critic"]):
         assert {group["lr"] for group in optimizer.adam.param_groups} == {optimizer.base_rate / 10}
 
 
@@ -451,16 +452,18 @@ def test_bfloat16_steps_are_finite(tiny_model, tmp_path):
     assert {tensor.dtype for tensor in load(result.weights).values()} == {torch.bfloat16}
 
 
-# -- export
+# -- checkpoints as models
 
 
-def test_an_export_is_a_folder_that_transformers_loads_and_a_critic_to_go_on_with(tiny_model, tmp_path):
+def test_a_checkpoint_is_a_folder_that_transformers_loads_and_a_critic_to_go_on_with(tiny_model, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     learner = Learner(make_config(tiny_model, model__dtype="float32", learner__checkpoints_kept=2))
+    saver = Checkpointer(learner, tmp_path / "checkpoints")
     for number in range(3):
         learner.step(random_batch(number, 4))
-        folder = learner.export(tmp_path / "checkpoints")
+        assert saver.save(number, []) is None and saver.finish() is None
+    folder = tmp_path / "checkpoints" / "step-3"
     assert sorted(path.name for path in folder.parent.iterdir()) == ["step-2", "step-3"]
     again = AutoModelForCausalLM.from_pretrained(folder)
     assert same(dict(learner.policy.lm.named_parameters()), dict(again.named_parameters()))
@@ -470,7 +473,7 @@ def test_an_export_is_a_folder_that_transformers_loads_and_a_critic_to_go_on_wit
     )
     other = Learner(make_config(folder, model__dtype="float32", learner__critic_path=str(folder)))
     assert same(state(learner), state(other))
-    learner.export(tmp_path / "checkpoints")  # the same step once more
+    assert saver.save(2, []) is None and saver.finish() is None  # the same step once more
     assert sorted(path.name for path in folder.parent.iterdir()) == ["step-2", "step-3"]
 
 

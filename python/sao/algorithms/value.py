@@ -23,10 +23,13 @@ from sao.algorithms.policy_loss import wide
 
 @dataclass(frozen=True, slots=True)
 class ValueSums:
-    """Sum of squared errors (0-d, differentiable) and number of action tokens (0-d int64)."""
+    """Sum of squared errors (0-d, differentiable), number of action tokens (0-d int64), and with a clip the number of
+    those whose value has left V_old +- clip.
+    """
 
     total: Tensor
     count: Tensor
+    clipped: Tensor | None = None
 
 
 def value_loss(*, values: Tensor, targets: Tensor, mask: Tensor | None = None) -> ValueSums:
@@ -40,18 +43,9 @@ def value_loss(*, values: Tensor, targets: Tensor, mask: Tensor | None = None) -
     return ValueSums((error * error).sum(), mask.sum())
 
 
-@dataclass(frozen=True, slots=True)
-class ClippedValueSums:
-    """As `ValueSums`; `clipped`: tokens whose value has left V_old +- clip (0-d int64)."""
-
-    total: Tensor
-    count: Tensor
-    clipped: Tensor
-
-
 def clipped_value_loss(
     *, values: Tensor, old_values: Tensor, targets: Tensor, clip: float, mask: Tensor | None = None
-) -> ClippedValueSums:
+) -> ValueSums:
     """Sum of the larger of two squared errors, of V and of V held within `clip` of `old_values`; see `value_loss`.
 
     `old_values` are those from before the step's first update, not a prediction of the same network now. There is no
@@ -62,7 +56,7 @@ def clipped_value_loss(
     old, target = (tensor[mask].detach().to(chosen.dtype) for tensor in (old_values, targets))
     held = chosen.clamp(min=old - clip, max=old + clip)
     losses = torch.maximum((chosen - target).square(), (held - target).square())
-    return ClippedValueSums(losses.sum(), mask.sum(), ((chosen.detach() - old).abs() > clip).sum())
+    return ValueSums(losses.sum(), mask.sum(), ((chosen.detach() - old).abs() > clip).sum())
 
 
 def value_moments(*, values: Tensor, returns: Tensor, mask: Tensor | None = None) -> Tensor:

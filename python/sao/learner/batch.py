@@ -14,7 +14,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,10 +23,8 @@ from numpy.typing import NDArray
 from sao import _core
 from sao.errors import ValidationError
 from sao.learner.attention import FLASH, SDPA, mask
-from sao.learner.plan import LINEAR_COST, Plan, plan_segments
-
-if TYPE_CHECKING:
-    from sao.trajectory import Trajectory
+from sao.learner.plan import Plan
+from sao.trajectory import Trajectory
 
 _PADDING = -1  # segment number of positions that hold no token
 
@@ -118,49 +116,29 @@ def flatten(
     if not trajectories:
         raise ValidationError("batch: no trajectories")
     places: dict[bytes, int] = {}
-    for index, trajectory in enumerate(trajectories):
-        if (first := places.setdefault(trajectory.id, index)) != index:
-            raise ValidationError(f"trajectory {trajectory.id.hex()}: is at {first} and at {index} of the same batch")
-        if trajectory.reward is None:
-            raise ValidationError(
-                f"trajectory {trajectory.id.hex()}: failed ({trajectory.termination.reason}): it cannot be trained on"
-            )
-    kept = [
-        [index for index, segment in enumerate(t.segments) if summaries or segment.kind != "summary"]
-        for t in trajectories
+    for number, t in enumerate(trajectories):
+        if (first := places.setdefault(t.id, number)) != number:
+            raise ValidationError(f"trajectory {t.id.hex()}: is at {first} and at {number} of the same batch")
+        if t.reward is None:
+            raise ValidationError(f"trajectory {t.id.hex()}: failed ({t.termination.reason}): it cannot be trained on")
+    kept = [  # trajectory and segment number of each row
+        (number, index)
+        for number, t in enumerate(trajectories)
+        for index, segment in enumerate(t.segments)
+        if summaries or segment.kind != "summary"
     ]
-    segments = [t.segments[index] for t, indices in zip(trajectories, kept, strict=True) for index in indices]
+    segments = [trajectories[number].segments[index] for number, index in kept]
     if not any(segment.n_actions for segment in segments):
         raise ValidationError("batch: no action token that is trained: all are in summaries, which are left out")
-    for trajectory, indices in zip(trajectories, kept, strict=True):
-        if lost := next((reward for reward in trajectory.turn_rewards if reward[0] not in indices), None):
-            raise ValidationError(
-                f"trajectory {trajectory.id.hex()}: turn reward {lost[2]} is on segment {lost[0]}, a summary: left out"
-            )
-    lengths = np.array([segment.n_tokens for segment in segments], dtype=np.int64)
-    segment_offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    counts = np.array([len(indices) for indices in kept], dtype=np.int64)
-    trajectory_offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    segment_offsets = _offsets([segment.n_tokens for segment in segments])
     token_ids = np.concatenate([segment.token_ids for segment in segments])
     if vocabulary is not None and token_ids.max() >= vocabulary:
         flat = int(np.argmax(token_ids >= vocabulary))
         row = int(np.searchsorted(segment_offsets, flat, "right")) - 1
-        owner = int(np.searchsorted(trajectory_offsets, row, "right")) - 1
-        segment = kept[owner][row - int(trajectory_offsets[owner])]
+        number, index = kept[row]
         raise ValidationError(
-            f"trajectory {trajectories[owner].id.hex()}: segments[{segment}].token_ids[{flat - segment_offsets[row]}]:"
+            f"trajectory {trajectories[number].id.hex()}: segments[{index}].token_ids[{flat - segment_offsets[row]}]:"
             f" {token_ids[flat]} is not in the model's vocabulary, 0 to {vocabulary - 1}"
-        )
-    positions = [
-        (segment_offsets[first + indices.index(segment)] + position, reward)
-        for first, trajectory, indices in zip(trajectory_offsets, trajectories, kept, strict=False)
-        for segment, position, reward in trajectory.turn_rewards
-    ]
-    turn_rewards = None
-    if positions:
-        turn_rewards = (
-            np.array([position for position, _ in positions], dtype=np.int64),
-            np.array([reward for _, reward in positions], dtype=np.float32),
         )
     return Batch(
         token_ids=token_ids,
@@ -168,43 +146,48 @@ def flatten(
         logprobs=np.concatenate([segment.logprobs for segment in segments]),
         lags=np.concatenate([_core.token_lags(s.action_mask, s.version_spans, version) for s in segments]),
         segment_offsets=segment_offsets,
-        trajectory_offsets=trajectory_offsets,
-        ordinals=np.array([trajectory.task_ordinal for trajectory in trajectories], dtype=np.int64),
-        rewards=np.array([trajectory.reward for trajectory in trajectories], dtype=np.float32),
-        temperatures=np.array([trajectory.temperature for trajectory in trajectories], dtype=np.float32),
-        truncated=np.array([trajectory.termination.kind == "truncated" for trajectory in trajectories], dtype=np.bool_),
-        turn_rewards=turn_rewards,
+        trajectory_offsets=_offsets(np.bincount([number for number, _ in kept], minlength=len(trajectories))),
+        ordinals=np.array([t.task_ordinal for t in trajectories], dtype=np.int64),
+        rewards=np.array([t.reward for t in trajectories], dtype=np.float32),
+        temperatures=np.array([t.temperature for t in trajectories], dtype=np.float32),
+        truncated=np.array([t.termination.kind == "truncated" for t in trajectories], dtype=np.bool_),
+        turn_rewards=_turn_rewards(trajectories, dict(zip(kept, segment_offsets.tolist(), strict=False))),
         summary=np.array([segment.kind == "summary" for segment in segments], dtype=np.bool_),
         compactions=np.array([int(t.metadata.get("compactions") or 0) for t in trajectories], dtype=np.int64),
         timed_out=np.array([t.termination.reason == "time_limit" for t in trajectories], dtype=np.bool_),
         drift=np.array([int(t.metadata.get("agent_drift", -1) or 0) for t in trajectories], dtype=np.int64),
-        sampled_tokens=sum(trajectory.n_actions for trajectory in trajectories),
+        sampled_tokens=sum(t.n_actions for t in trajectories),
     )
 
 
-def plan_rows(
-    batch: Batch,
-    ranks: int,
-    row_tokens: int,
-    rows_per_micro_batch: int,
-    linear_cost: float = LINEAR_COST,
-    attention: str = SDPA,
-) -> Plan:
-    """The plan of a batch, the same on every rank; see `plan.plan_segments`.
-
-    Raises `ValidationError` if a segment is longer than `row_tokens`.
-    """
-    return plan_segments(batch.lengths, ranks, row_tokens, rows_per_micro_batch, linear_cost, masked=attention == SDPA)
+def _offsets(counts: Any) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-def micro_batches(batch: Batch, plan: Any, rank: int, device: torch.device, attention: str = SDPA) -> list[MicroBatch]:
+def _turn_rewards(
+    trajectories: Sequence[Trajectory], starts: dict[tuple[int, int], int]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+    """Flat positions and rewards; `starts`: the first token of each segment that is kept."""
+    positions, rewards = [], []
+    for number, t in enumerate(trajectories):
+        for index, position, reward in t.turn_rewards:
+            if (number, index) not in starts:
+                raise ValidationError(
+                    f"trajectory {t.id.hex()}: turn reward {reward} is on segment {index}, a summary: left out"
+                )
+            positions.append(starts[number, index] + position)
+            rewards.append(reward)
+    return (np.array(positions, dtype=np.int64), np.array(rewards, dtype=np.float32)) if positions else None
+
+
+def micro_batches(batch: Batch, plan: Plan, rank: int, device: torch.device, attention: str = SDPA) -> list[MicroBatch]:
     """Builds this rank's micro-batches for an implementation of attention; all ranks get the same number.
 
     A rank without work in a micro-batch gets one row of padding and no action token: it takes part in every collective
     and adds zero to every sum.
     """
-    mine = np.asarray(plan.rank) == rank
-    groups = [np.flatnonzero(mine & (np.asarray(plan.micro_batch) == index)) for index in range(plan.n_micro_batches)]
+    mine = plan.rank == rank
+    groups = [np.flatnonzero(mine & (plan.micro_batch == index)) for index in range(plan.n_micro_batches)]
     temperatures = batch.temperatures[batch.trajectory_of_token]
     return [_build(batch, plan, segments, temperatures, device, attention) for segments in groups]
 
@@ -221,8 +204,8 @@ def _build(
     if attention == FLASH:  # one row: position ids are all that says where a segment begins
         rows, places = np.zeros(len(segments), dtype=np.int64), np.cumsum(lengths) - lengths
     else:
-        rows = np.unique(np.asarray(plan.row)[segments], return_inverse=True)[1]
-        places = np.asarray(plan.position)[segments].astype(np.int64)
+        rows = np.unique(plan.row[segments], return_inverse=True)[1]
+        places = plan.position[segments].astype(np.int64)
     n_rows = int(rows.max(initial=0)) + 1
     width = int((places + lengths).max(initial=1))
     # Index arithmetic over all tokens of the group at once: which flat token goes to which row and column.

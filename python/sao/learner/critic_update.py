@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from sao.algorithms.advantage import advantages as estimate_advantages
 from sao.algorithms.value import clipped_value_loss, value_loss, value_moments
 from sao.config import Config
-from sao.learner.batch import Batch
 from sao.learner.metrics import describe_values
-from sao.learner.model import Critic
+from sao.learner.model import load_critic
 from sao.learner.optim import Optimizer
 from sao.learner.work import Work
 from sao.learner.world import World
@@ -25,13 +24,15 @@ Floats = NDArray[np.float32]
 
 
 class CriticUpdate:
-    """Runs the critic's part; every rank makes the same calls.
+    """The critic and its optimizer. Every rank makes the same calls.
 
     `moments`: `value_moments` of the last batch, with the values from before its passes: it had not been trained on.
     """
 
-    def __init__(self, config: Config, world: World, critic: Critic, optimizer: Optimizer) -> None:
-        self.config, self.world, self.critic, self.optimizer = config, world, critic, optimizer
+    def __init__(self, config: Config, world: World) -> None:
+        """Loads the critic. Raises `ConfigError` or `WeightsError` if it cannot be loaded or packed."""
+        self.config, self.world, self.model = config, world, load_critic(config, world)
+        self.optimizer = Optimizer(self.model, config.learner.critic_lr, config.learner, config.run.steps, world)
         self.moments = torch.zeros(5, dtype=torch.float64)
 
     def run(self, work: Work) -> tuple[Floats | None, str | None]:
@@ -42,38 +43,30 @@ class CriticUpdate:
         returns = algorithm.lambda_critic == 1 and algorithm.skip_observations and not algorithm.bootstrap_truncated
         values, bootstrap = np.zeros(len(batch.token_ids), dtype=np.float32), None
         if not returns:
-            with clock.of("values"):
-                values, bootstrap = self._values(work)
+            values, bootstrap = self._values(work)
             if not np.isfinite(values[batch.action_mask]).all():
                 return None, "non-finite value of the critic"
-        with clock.of("advantages"):
-            advantages, targets, lambdas = self._estimate(batch, values, bootstrap)
+        advantages, targets, lambdas = self._estimate(work, values, bootstrap)
         for number in range(1, self.config.learner.critic_passes + 1):
             # V_old is frozen here: what the critic said before the first update of this step. In a first pass that
             # gives the values itself, V is V_old, and the two forms of the loss are one.
             old = None if number == 1 and returns else torch.from_numpy(values).to(self.world.device)
             with clock.of("critic"):
                 seen = self._pass(work, number, torch.from_numpy(targets).to(self.world.device), old)
-            skipped = self.optimizer.update(work.n_actions, "critic", f"_{number}", clock, work.metrics)
-            if skipped:
+            if skipped := self.optimizer.update(work.n_actions, "critic", f"_{number}", work):
                 return None, skipped
             if number == 1 and returns:
                 values = seen
-                with clock.of("advantages"):
-                    advantages, _, lambdas = self._estimate(batch, values, None)
+                advantages, _, lambdas = self._estimate(work, values, None)
         mask = torch.from_numpy(batch.action_mask)
         self.moments = value_moments(values=torch.from_numpy(values), returns=torch.from_numpy(targets), mask=mask)
         work.metrics.update(describe_values(batch, values, self.moments))
         if algorithm.advantage_values == "after":
-            with clock.of("values"):
-                after = self._values(work)
-            with clock.of("advantages"):
-                advantages, _, lambdas = self._estimate(batch, *after)
+            advantages, _, lambdas = self._estimate(work, *self._values(work))
         known = lambdas[np.isfinite(lambdas)]  # a trajectory without action tokens has none
         if known.size:
             work.metrics["lambda/mean"] = float(known.mean())
-        if work.record is not None:
-            work.record.put(targets=targets, values=values)
+        work.record(targets=targets, values=values)
         return advantages, None
 
     def _pass(self, work: Work, number: int, targets: torch.Tensor, old: torch.Tensor | None) -> Floats:
@@ -82,18 +75,16 @@ class CriticUpdate:
         totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)  # loss, values outside of the clip
         seen = torch.zeros(len(targets), dtype=torch.float32, device=self.world.device)
         for part in work.micro:
-            values = self.critic(part, part.state_rows, part.state_columns)
-            target = targets[part.flat]
+            values, target = self.model(part, part.state_rows, part.state_columns), targets[part.flat]
             if learner.value_loss == "mse" or old is None:
-                total = value_loss(values=values, targets=target).total
+                loss = value_loss(values=values, targets=target)
             else:
-                clipped = clipped_value_loss(
-                    values=values, old_values=old[part.flat], targets=target, clip=learner.value_clip
-                )
-                total = clipped.total
-                totals[1] += clipped.clipped
-            total.backward()
-            totals[0] += total.detach()
+                before = old[part.flat]
+                loss = clipped_value_loss(values=values, old_values=before, targets=target, clip=learner.value_clip)
+            loss.total.backward()
+            totals[0] += loss.total.detach()
+            if loss.clipped is not None:
+                totals[1] += loss.clipped
             seen[part.flat] = values.detach().float()
         self.world.total(totals)
         work.metrics[f"loss/critic_{number}"] = float(totals[0]) / n_actions
@@ -109,15 +100,16 @@ class CriticUpdate:
         """
         batch, algorithm = work.batch, self.config.algorithm
         everywhere = not algorithm.skip_observations or algorithm.bootstrap_truncated
-        after = torch.zeros(len(batch.token_ids) + 1, dtype=torch.float32, device=self.world.device)
-        for part in work.micro:
-            if everywhere:
-                rows, columns, flat = part.all_rows, part.all_columns, part.all_flat
-            else:
-                rows, columns, flat = part.state_rows, part.state_columns, part.flat - 1
-            after[flat + 1] = self.critic(part, rows, columns).float()
-        # after[k + 1] is the value of the state that ends with token k, so after[k] is that before token k.
-        found = self.world.total(after).cpu().numpy()
+        with work.clock.of("values"):
+            after = torch.zeros(len(batch.token_ids) + 1, dtype=torch.float32, device=self.world.device)
+            for part in work.micro:
+                if everywhere:
+                    rows, columns, flat = part.all_rows, part.all_columns, part.all_flat
+                else:
+                    rows, columns, flat = part.state_rows, part.state_columns, part.flat - 1
+                after[flat + 1] = self.model(part, rows, columns).float()
+            # after[k + 1] is the value of the state that ends with token k, so after[k] is that before token k.
+            found = self.world.total(after).cpu().numpy()
         bootstrap = None
         if algorithm.bootstrap_truncated:
             ends = batch.segment_offsets[batch.trajectory_offsets[1:]]
@@ -125,22 +117,23 @@ class CriticUpdate:
         return found[:-1], bootstrap
 
     def _estimate(
-        self, batch: Batch, values: Floats, bootstrap: Floats | None
+        self, work: Work, values: Floats, bootstrap: Floats | None
     ) -> tuple[Floats, Floats, NDArray[np.float64]]:
         """Advantages, targets (float32[N]) and lambdas (float64[T]) from the native kernel, equal on all ranks."""
-        algorithm = self.config.algorithm
-        return estimate_advantages(
-            values,
-            batch.action_mask,
-            batch.segment_offsets,
-            batch.trajectory_offsets,
-            batch.rewards,
-            gamma=algorithm.gamma,
-            lambda_policy=None if isinstance(algorithm.lambda_policy, str) else algorithm.lambda_policy,
-            lambda_alpha=algorithm.lambda_alpha,
-            lambda_critic=algorithm.lambda_critic,
-            cross_segment=algorithm.cross_segment,
-            skip_observations=algorithm.skip_observations,
-            bootstrap=bootstrap,
-            turn_rewards=batch.turn_rewards,
-        )
+        algorithm, batch = self.config.algorithm, work.batch
+        with work.clock.of("advantages"):
+            return estimate_advantages(
+                values,
+                batch.action_mask,
+                batch.segment_offsets,
+                batch.trajectory_offsets,
+                batch.rewards,
+                gamma=algorithm.gamma,
+                lambda_policy=None if isinstance(algorithm.lambda_policy, str) else algorithm.lambda_policy,
+                lambda_alpha=algorithm.lambda_alpha,
+                lambda_critic=algorithm.lambda_critic,
+                cross_segment=algorithm.cross_segment,
+                skip_observations=algorithm.skip_observations,
+                bootstrap=bootstrap,
+                turn_rewards=batch.turn_rewards,
+            )

@@ -92,28 +92,3 @@ def _write_index(folder: Path) -> None:
     size = (folder / "model.safetensors").stat().st_size
     weight_map = dict.fromkeys(sorted(names), "model.safetensors")
     index.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2) + "\n")
-
-
-def export(
-    policy: Policy, critic: Critic | None, model_path: str | Path, target: Path, dtype: str, world: World, kept: int
-) -> None:
-    """Writes policy, critic and tokenizer as the folder `target` (`.../step-N`) that transformers loads.
-
-    The folder is written under a temporary name and renamed when complete; then all but the newest `kept` steps beside
-    it are removed. Nothing can be resumed from it: that is what `sao.learner.checkpoint` writes. A collective; rank 0
-    writes.
-    """
-    tensors = full_tensors(policy.lm, dtype, world)
-    critic_tensors = None if critic is None else full_tensors(critic, dtype, world)
-    if tensors is None:
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.parent / f".{target.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    write_model(policy, tensors, critic_tensors, model_path, temporary, dtype)
-    shutil.rmtree(target, ignore_errors=True)
-    temporary.rename(target)
-    steps = sorted(target.parent.glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
-    for old in steps[:-kept]:
-        if old != target:
-            shutil.rmtree(old, ignore_errors=True)

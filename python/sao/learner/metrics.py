@@ -27,10 +27,6 @@ micro-batches and ranks, and divided once.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -39,25 +35,10 @@ from torch import Tensor
 from sao.algorithms.policy_loss import log_ratio
 from sao.algorithms.value import explained_variance
 from sao.learner.batch import Batch
+from sao.learner.world import World
 
 _SUMS = ("tokens", "ratio", "low", "high", "entropy", "kl", "lag0", "gap")
 _MAXIMA = ("ratio", "gap")
-
-
-class Clock:
-    """Seconds by cause."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def of(self, cause: str) -> Iterator[None]:
-        """Adds the time spent in the block to `cause`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[cause] = self.seconds.get(cause, 0.0) + time.perf_counter() - start
 
 
 def describe(batch: Batch, success_reward: float) -> dict[str, float]:
@@ -109,12 +90,12 @@ def describe_advantages(batch: Batch, advantages: NDArray[np.float32]) -> dict[s
 
 
 class PolicySums:
-    """Adds up what the policy pass sees, micro-batch by micro-batch; `metrics` is for the sum over all ranks."""
+    """Sums and maxima over the tokens that a policy pass sees, micro-batch by micro-batch."""
 
-    def __init__(self, eps_low: float, eps_high: float, device: torch.device) -> None:
-        self.eps_low, self.eps_high = eps_low, eps_high
-        self.sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
-        self.maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
+    def __init__(self, eps_low: float, eps_high: float, world: World) -> None:
+        self.eps_low, self.eps_high, self.world = eps_low, eps_high, world
+        self.sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=world.device)
+        self.maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=world.device)
 
     @torch.no_grad()
     def add(self, *, logprobs: Tensor, rollout_logprobs: Tensor, entropies: Tensor, lags: Tensor) -> None:
@@ -140,9 +121,12 @@ class PolicySums:
         self.maxima = torch.maximum(self.maxima, torch.stack([ratio.max(), largest]))
 
     def metrics(self, n_actions: int) -> dict[str, float]:
-        """Means and shares; `n_actions` counts all action tokens of the global batch, stale ones included."""
-        sums = dict(zip(_SUMS, self.sums.tolist(), strict=True))
-        maxima = dict(zip(_MAXIMA, self.maxima.tolist(), strict=True))
+        """Means and shares over all ranks; a collective, to be called once.
+
+        `n_actions`: all action tokens of the global batch, stale ones included.
+        """
+        sums = dict(zip(_SUMS, self.world.total(self.sums).tolist(), strict=True))
+        maxima = dict(zip(_MAXIMA, self.world.largest(self.maxima).tolist(), strict=True))
         numbers = {
             "policy/masked_low": sums["low"] / n_actions,
             "policy/masked_high": sums["high"] / n_actions,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from sao.algorithms.logprob import Head, score
+from sao.algorithms.logprob import score
 from sao.config import Config
 from sao.errors import ConfigError, WeightsError
 from sao.learner.attention import FLASH, SDPA, choose, mask
@@ -48,29 +48,18 @@ class Policy(nn.Module):
 
         Both float32[n] or better, under each token's own temperature. `chunk_tokens`: see `algorithms.logprob.score`.
         """
-        ids, temperatures = batch.action_ids, batch.temperatures
+        rows, columns, ids, temperatures = batch.state_rows, batch.state_columns, batch.action_ids, batch.temperatures
         if chosen is not None:
-            ids, temperatures = ids[chosen], temperatures[chosen]
-        hidden, head = self._states(batch, chosen)
-        return score(head, hidden, token_ids=ids, temperatures=temperatures, chunk_tokens=chunk_tokens)
-
-    def logits(self, batch: MicroBatch, chosen: Tensor | None = None) -> Tensor:
-        """Logits [n, vocabulary] that predict the same tokens; not for a sharded model."""
-        hidden, head = self._states(batch, chosen)
-        return head(hidden)
-
-    def _states(self, batch: MicroBatch, chosen: Tensor | None) -> tuple[Tensor, Head]:
-        """The states [n, width] that predict the tokens, and what makes logits of them."""
-        rows, columns = batch.state_rows, batch.state_columns
+            rows, columns, ids, temperatures = rows[chosen], columns[chosen], ids[chosen], temperatures[chosen]
         output = self.lm.base_model(
             input_ids=batch.token_ids,
             position_ids=batch.position_ids,
             attention_mask=batch.attention_mask,
             use_cache=False,
         )
-        hidden = output.last_hidden_state
-        hidden = hidden[rows, columns] if chosen is None else hidden[rows[chosen], columns[chosen]]
-        return hidden, lambda states: head_of(self.lm, output, states)
+        hidden = output.last_hidden_state[rows, columns]
+        head = partial(head_of, self.lm, output)
+        return score(head, hidden, token_ids=ids, temperatures=temperatures, chunk_tokens=chunk_tokens)
 
 
 def head_of(lm: Any, output: Any, states: Tensor) -> Tensor:
@@ -117,9 +106,7 @@ class Critic(nn.Module):
 
 def load_policy(config: Config, world: World) -> Policy:
     """Loads `model.path` as a sharded policy. Raises `ConfigError` if it cannot be loaded or packed."""
-    lm = _load(config, config.model.path, world)
-    check_packing(lm, config.sampling.context_tokens, config.model.path, choose(config, world.device))
-    return shard(Policy(lm), config, world)
+    return shard(Policy(_load(config, config.model.path, world)), config, world)
 
 
 def load_critic(config: Config, world: World) -> Critic:
@@ -131,9 +118,7 @@ def load_critic(config: Config, world: World) -> Critic:
     critic_path, frozen = config.learner.critic_path, config.learner.critic_frozen
     source = Path(critic_path or config.model.path)
     trained = critic_path is not None and (source / CRITIC_FILE).exists()
-    lm = _load(config, source, world, weights=not trained)
-    check_packing(lm, config.sampling.context_tokens, source, choose(config, world.device))
-    critic = Critic(lm.base_model)
+    critic = Critic(_load(config, source, world, weights=not trained).base_model)
     if trained:
         try:
             critic.load_state_dict(load_file(source / CRITIC_FILE))
@@ -252,20 +237,25 @@ def _is_layer_list(module: nn.Module) -> bool:
 
 
 def _load(config: Config, path: str | Path, world: World, *, weights: bool = True) -> Any:
-    """The causal language model of a folder, on the rank's device; without `weights` as its config.json says."""
+    """The causal language model of a folder, checked, on the rank's device; without `weights` as its config.json says.
+
+    Raises `ConfigError` if it cannot be loaded or packed.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    attention = choose(config, world.device)
     held = torch.float32 if config.model.dtype == "bfloat16" else DTYPES[config.model.dtype]
-    options: dict[str, Any] = {"dtype": held, "attn_implementation": choose(config, world.device)}
+    options: dict[str, Any] = {"dtype": held, "attn_implementation": attention}
     try:
         if weights:
             lm = AutoModelForCausalLM.from_pretrained(str(path), **options, local_files_only=True, use_safetensors=True)
         else:
-            lm = AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(str(path), local_files_only=True), **options
-            )
-        return lm.eval().to(world.device)
+            read = AutoConfig.from_pretrained(str(path), local_files_only=True)
+            lm = AutoModelForCausalLM.from_config(read, **options)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"model.path: {path}: cannot be loaded: {error}") from error
+    lm.eval().to(world.device)
+    check_packing(lm, config.sampling.context_tokens, path, attention)
+    return lm

@@ -1,19 +1,17 @@
 """One optimizer of the learner: AdamW, its rate by training step, and the end of a backward pass.
 
-Gradients arrive as sums over tokens and ranks. `finish` makes them means with the one division of the step, refuses
+Gradients arrive as sums over tokens and ranks. `update` makes them means with the one division of the step, refuses
 non-finite ones on all ranks alike, and clips by the global norm.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sao.config.sections import LearnerSection
-from sao.learner.metrics import Clock
+from sao.learner.work import Work
 from sao.learner.world import World
 
 
@@ -24,14 +22,6 @@ def rate_factor(step: int, warmup_steps: int, decay: str, total_steps: int) -> f
     """
     warm = min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
     return warm * (max(0.0, 1.0 - step / total_steps) if decay == "linear" else 1.0)
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """What `finish` found: the norm of the mean gradient before clipping, and the name of a non-finite tensor."""
-
-    norm: float
-    bad: str | None
 
 
 class Optimizer:
@@ -63,13 +53,30 @@ class Optimizer:
         """Forgets all gradients."""
         self.adam.zero_grad(set_to_none=True)
 
-    @torch.no_grad()
-    def finish(self, count: float) -> Gradient:
-        """Divides the gradient sums by `count` (> 0, global) and clips to `grad_clip`; `step` may follow.
+    def update(self, count: float, name: str, suffix: str, work: Work) -> str | None:
+        """Divides the gradient sums by `count` (> 0, global), clips them to `grad_clip` and makes one AdamW step.
 
-        If any element on any rank is not finite, every rank gets the name of that tensor and nothing may follow.
+        Returns why nothing was updated, the same on every rank, or None: a non-finite gradient on any rank leaves the
+        optimizer as it was. The norm of the mean gradient before clipping becomes the metric `NAME/grad_normSUFFIX`.
         """
-        gradients = [_local(parameter.grad) for parameter in self.parameters]
+        with work.clock.of("optimizer"):
+            norm, bad = self._finish(count)
+            if bad is not None:
+                self.clear()
+                return f"non-finite gradient of {name} {bad}"
+            work.metrics[f"{name}/grad_norm{suffix}"] = norm
+            self.step()
+        return None
+
+    def step(self) -> None:
+        """One AdamW update with the gradients as they are; clears them."""
+        self.adam.step()
+        self.clear()
+
+    @torch.no_grad()
+    def _finish(self, count: float) -> tuple[float, str | None]:
+        """Makes means of the gradients and clips them; returns their norm before, and a tensor that is not finite."""
+        gradients = [None if parameter.grad is None else local(parameter.grad) for parameter in self.parameters]
         held = [gradient for gradient in gradients if gradient is not None]
         norms = iter(torch._foreach_norm(held)) if held else iter(())
         zero = torch.zeros((), dtype=torch.float64, device=self.world.device)
@@ -79,27 +86,11 @@ class Optimizer:
         finite = squares.isfinite()
         norm = float(squares.sum().sqrt()) / count
         if not bool(finite.all()):
-            return Gradient(norm, self.names[int((~finite).nonzero()[0, 0])])
-        scale = min(1.0, self.config.grad_clip / (norm + 1e-6)) / count
-        torch._foreach_mul_(held, scale)
-        return Gradient(norm, None)
-
-    def update(self, count: float, name: str, suffix: str, clock: Clock, metrics: dict[str, float]) -> str | None:
-        """`finish` and `step` of the model `name`; returns why nothing was updated, the same on every rank, or None."""
-        with clock.of("optimizer"):
-            gradient = self.finish(count)
-            if gradient.bad is not None:
-                self.clear()
-                return f"non-finite gradient of {name} {gradient.bad}"
-            metrics[f"{name}/grad_norm{suffix}"] = gradient.norm
-            self.step()
-        return None
-
-    def step(self) -> None:
-        """One AdamW update with the gradients that `finish` has left; clears them."""
-        self.adam.step()
-        self.clear()
+            return norm, self.names[int((~finite).nonzero()[0, 0])]
+        torch._foreach_mul_(held, min(1.0, self.config.grad_clip / (norm + 1e-6)) / count)
+        return norm, None
 
 
-def _local(gradient: Tensor | None) -> Tensor | None:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,18 +82,18 @@ def _classes(lengths: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
     return [members for members in found if len(members)]
 
 
-def _cost(lengths: NDArray[np.int64], part: Any, ranks: int, linear_cost: float) -> float:
-    rank, micro_batch = np.asarray(part.rank, dtype=np.int64), np.asarray(part.micro_batch, dtype=np.int64)
-    row, place = np.asarray(part.row, dtype=np.int64), np.asarray(part.position, dtype=np.int64)
-    where = micro_batch * ranks + rank
+def _cost(lengths: NDArray[np.int64], part: _core.Plan, ranks: int, linear_cost: float) -> float:
+    where = part.micro_batch.astype(np.int64) * ranks + part.rank
+    row = part.row.astype(np.int64)
     width = np.zeros(part.n_micro_batches * ranks)
-    np.maximum.at(width, where, place + lengths)
-    rows = np.bincount(np.unique(where * (int(row.max()) + 1) + row) // (int(row.max()) + 1), minlength=len(width))
+    np.maximum.at(width, where, part.position + lengths)
+    stride = int(row.max()) + 1
+    rows = np.bincount(np.unique(where * stride + row) // stride, minlength=len(width))
     slowest = (rows * width * (linear_cost + width)).reshape(-1, ranks).max(axis=1)
     return float(slowest.sum()) + part.n_micro_batches * OVERHEAD_TOKENS * linear_cost
 
 
-def _merge(n: int, classes: list[NDArray[np.int64]], parts: list[Any]) -> Plan:
+def _merge(n: int, classes: list[NDArray[np.int64]], parts: list[_core.Plan]) -> Plan:
     """One plan of several: the micro-batches of the classes one after another."""
     arrays = {name: np.zeros(n, dtype=np.int32) for name in ("rank", "micro_batch", "row", "position")}
     micro_batches, digest = 0, 0

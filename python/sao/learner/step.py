@@ -18,33 +18,31 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from sao.algorithms.advantage import whiten
+from sao.algorithms.baselines import RewardWindows, group_advantages
 from sao.config import Config
 from sao.errors import LearnerError
-from sao.learner.attention import choose
-from sao.learner.baseline import Baseline
-from sao.learner.batch import flatten, micro_batches, plan_rows
+from sao.learner.attention import SDPA, choose
+from sao.learner.batch import Batch, flatten, micro_batches
 from sao.learner.critic_update import CriticUpdate
-from sao.learner.export import export, full_tensors
-from sao.learner.metrics import Clock, describe, describe_advantages
-from sao.learner.model import Critic, Policy, linear_cost, load_critic, load_policy
-from sao.learner.optim import Optimizer
-from sao.learner.plan import LINEAR_COST
+from sao.learner.export import full_tensors
+from sao.learner.metrics import describe, describe_advantages
+from sao.learner.model import Policy, linear_cost
+from sao.learner.plan import plan_segments
 from sao.learner.policy_update import PolicyUpdate
-from sao.learner.record import Record
-from sao.learner.work import Work
+from sao.learner.work import Clock, Work
 from sao.learner.world import World
 from sao.storage.failpoints import failpoint
+from sao.trajectory import Trajectory
 from sao.transport.weights import WeightsRef, publish
 
-if TYPE_CHECKING:
-    from sao.trajectory import Trajectory
+Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Learner:
     >>> result.metrics["loss/policy"], result.version
     """
 
-    # What a checkpoint holds beside tensors.
+    # State of a checkpoint beside tensors.
     NUMBERS = ("version", "steps", "skipped_total", "_skipped_in_a_row", "baseline_state")
 
     def __init__(self, config: Config, world: World | None = None, weights_folder: Path | None = None) -> None:
@@ -82,26 +80,18 @@ class Learner:
         torch.set_num_threads(config.learner.threads)
         torch.use_deterministic_algorithms(config.learner.deterministic)
         torch.manual_seed(config.run.seed)
-        learner = config.learner
-        steps, self._attention = config.run.steps, choose(config, self.world.device)
-        self._linear_cost = LINEAR_COST
-        self._policy_update: PolicyUpdate | None = None
-        vocabularies = []
-        if config.run.task == "train":
-            policy = load_policy(config, self.world)
-            optimizer = Optimizer(policy, learner.policy_lr, learner, steps, self.world)
-            self._policy_update = PolicyUpdate(config, self.world, policy, optimizer)
-            self._linear_cost = linear_cost(policy)
-            vocabularies.append(policy.vocabulary)
-        self._baseline = Baseline(config)
-        self._critic_update: CriticUpdate | None = None
-        if config.algorithm.has_critic:
-            critic = load_critic(config, self.world)
-            optimizer = Optimizer(critic, learner.critic_lr, learner, steps, self.world)
-            self._critic_update = CriticUpdate(config, self.world, critic, optimizer)
-            self._linear_cost = linear_cost(critic)
-            vocabularies.append(critic.vocabulary)
-        self._vocabulary = min(vocabularies, default=None)
+        algorithm = config.algorithm
+        self._attention = choose(config, self.world.device)
+        self._policy_update = PolicyUpdate(config, self.world) if config.run.task == "train" else None
+        self._critic_update = CriticUpdate(config, self.world) if algorithm.has_critic else None
+        self.critic = None if self._critic_update is None else self._critic_update.model
+        updates = {"policy": self._policy_update, "critic": self._critic_update}
+        models = [update.model for update in updates.values() if update is not None]
+        self.optimizers = {name: update.optimizer for name, update in updates.items() if update is not None}
+        self._vocabulary = min(model.vocabulary for model in models)
+        self._linear_cost = linear_cost(models[-1])
+        task_window = algorithm.prompt_window if algorithm.estimator == "prompt_mean" else 0
+        self._windows = RewardWindows(algorithm.baseline_window, task_window)
         self.version = 0
         self.steps = 0
         self.skipped_total = 0
@@ -110,28 +100,9 @@ class Learner:
     @property
     def policy(self) -> Policy:
         """The policy. Raises `LearnerError` while only a critic is pretrained."""
-        return self._of_policy().policy
-
-    @property
-    def policy_optimizer(self) -> Optimizer:
-        """The policy's optimizer. Raises `LearnerError` while only a critic is pretrained."""
-        return self._of_policy().optimizer
-
-    @property
-    def critic(self) -> Critic | None:
-        """The critic, if the estimator has one."""
-        return None if self._critic_update is None else self._critic_update.critic
-
-    @property
-    def critic_optimizer(self) -> Optimizer | None:
-        """The critic's optimizer, if the estimator has one."""
-        return None if self._critic_update is None else self._critic_update.optimizer
-
-    @property
-    def optimizers(self) -> dict[str, Optimizer]:
-        """The optimizers that there are: `policy`, `critic`."""
-        updates = {"policy": self._policy_update, "critic": self._critic_update}
-        return {name: update.optimizer for name, update in updates.items() if update is not None}
+        if self._policy_update is None:
+            raise LearnerError("run.task: pretrain_value has a critic and no policy")
+        return self._policy_update.model
 
     @property
     def value_moments(self) -> torch.Tensor:
@@ -140,17 +111,12 @@ class Learner:
 
     @property
     def baseline_state(self) -> dict[str, Any]:
-        """What an estimator without a critic remembers of earlier batches, as plain JSON."""
-        return self._baseline.state
+        """Earlier rewards, which an estimator without a critic goes by, as plain JSON."""
+        return self._windows.state
 
     @baseline_state.setter
     def baseline_state(self, value: dict[str, Any]) -> None:
-        self._baseline.state = value
-
-    def _of_policy(self) -> PolicyUpdate:
-        if self._policy_update is None:
-            raise LearnerError("run.task: pretrain_value has a critic and no policy")
-        return self._policy_update
+        self._windows.state = value
 
     def step(self, trajectories: Sequence[Trajectory]) -> StepResult:
         """Trains on a batch: rollouts in any order, the same on every rank.
@@ -158,39 +124,51 @@ class Learner:
         Raises `ValidationError` for trajectories that cannot be trained on (before anything changes), `LearnerError`
         if ranks disagree about the batch or too many steps in a row are skipped, `WeightsError` if publishing fails.
         """
-        clock, learner = Clock(), self.config.learner
-        with clock.of("plan"):
-            summaries = self.config.compaction.train_summaries
-            batch = flatten(trajectories, self.version, summaries=summaries, vocabulary=self._vocabulary)
-            bound = (learner.row_tokens, learner.rows_per_micro_batch)
-            plan = plan_rows(batch, self.world.size, *bound, self._linear_cost, self._attention)
-            self.world.agree("batch and plan", (int(plan.hash) ^ batch.checksum()) & (2**64 - 1))
-            micro = micro_batches(batch, plan, self.world.rank, self.world.device, self._attention)
-            work = Work(batch, micro, clock, describe(batch, self.config.env.success_reward))
-            if self.config.telemetry.keep_trajectories > 0:
-                work.record = Record(batch, plan, self.world.device)
+        work = self._lay_out(trajectories)
         for name, optimizer in self.optimizers.items():
             work.metrics[f"{name}/lr"] = optimizer.set_step(self.steps)
-        warmup = self.steps < learner.critic_warmup_steps or self._policy_update is None
-        kept, weights = 0, None
         advantages, skipped = self._advantages(work)
-        if advantages is not None and warmup:
+        policy, kept, weights = self._policy_update, 0, None
+        if advantages is None:
+            pass
+        elif policy is None:
             kept = work.n_actions
-            if self._policy_update is not None:
-                self._policy_update.measure_gap(work)
-        elif advantages is not None:
-            kept, skipped = self._of_policy().run(work, torch.from_numpy(advantages).to(self.world.device))
-        if skipped is None and not warmup:
-            self.version += 1
-            with clock.of("publish"):
-                weights = self._publish()
+        elif self.steps < self.config.learner.critic_warmup_steps:
+            kept = work.n_actions
+            policy.measure_gap(work)
+        else:
+            kept, skipped = policy.run(work, torch.from_numpy(advantages).to(self.world.device))
+            if skipped is None:
+                self.version += 1
+                with work.clock.of("publish"):
+                    weights = self._publish()
         return self._end(work, kept, weights, skipped)
 
-    def _advantages(self, work: Work) -> tuple[NDArray[np.float32] | None, str | None]:
+    def _lay_out(self, trajectories: Sequence[Trajectory]) -> Work:
+        """The batch, flat and the same on every rank, and this rank's micro-batches of it."""
+        clock, config, world = Clock(), self.config, self.world
+        with clock.of("plan"):
+            summaries = config.compaction.train_summaries
+            batch = flatten(trajectories, self.version, summaries=summaries, vocabulary=self._vocabulary)
+            plan = plan_segments(
+                batch.lengths,
+                world.size,
+                config.learner.row_tokens,
+                config.learner.rows_per_micro_batch,
+                self._linear_cost,
+                masked=self._attention == SDPA,
+            )
+            world.agree("batch and plan", (int(plan.hash) ^ batch.checksum()) & (2**64 - 1))
+            micro = micro_batches(batch, plan, world.rank, world.device, self._attention)
+            work = Work(batch, plan, micro, clock, recorded=config.telemetry.keep_trajectories > 0)
+            work.metrics.update(describe(batch, config.env.success_reward))
+        return work
+
+    def _advantages(self, work: Work) -> tuple[Floats | None, str | None]:
         """Advantages float32[N] by flat index, the critic being updated on the way, or None and why there are none."""
         if self._critic_update is None:
             with work.clock.of("advantages"):
-                advantages = self._baseline.advantages(work.batch)
+                advantages = self._advantages_of_rewards(work.batch)
         else:
             found, skipped = self._critic_update.run(work)
             if found is None:
@@ -199,11 +177,25 @@ class Learner:
         if self.config.algorithm.whiten_advantages:
             advantages = whiten(advantages, work.batch.action_mask)
         work.metrics.update(describe_advantages(work.batch, advantages))
-        if work.record is not None:
-            work.record.put(advantages=advantages)
+        work.record(advantages=advantages)
         return advantages, None
 
-    # -- ends
+    def _advantages_of_rewards(self, batch: Batch) -> Floats:
+        """Advantages without a critic: the same at all action tokens of a rollout, 0 elsewhere.
+
+        A rollout's reward here is its outcome plus its turn rewards. Raises `ValidationError` for a group that is not
+        whole.
+        """
+        rewards, algorithm = batch.rewards.astype(np.float64), self.config.algorithm
+        if batch.turn_rewards is not None:
+            positions, extra = batch.turn_rewards
+            np.add.at(rewards, batch.trajectory_of_token[positions], extra)
+        if algorithm.estimator == "grpo":
+            found = group_advantages(rewards, batch.ordinals // algorithm.group_size, algorithm.group_size)
+        else:
+            tasks = np.array([self.config.prompt_of(int(ordinal)) for ordinal in batch.ordinals], dtype=np.int64)
+            found = self._windows.advantages(rewards, tasks)
+        return np.where(batch.action_mask, found[batch.trajectory_of_token], 0.0).astype(np.float32)
 
     def _publish(self) -> WeightsRef | None:
         if self.weights_folder is None:
@@ -224,13 +216,5 @@ class Learner:
         if self._skipped_in_a_row >= self.config.learner.max_skipped_in_a_row:
             raise LearnerError(f"{self._skipped_in_a_row} steps in a row were skipped; the last one: {skipped}")
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        arrays = None if work.record is None else work.record.finish(self.world)
+        arrays = work.finish_record(self.world)
         return StepResult(self.steps, self.version, metrics, kept, sampled - kept, weights, skipped, arrays)
-
-    def export(self, checkpoints: Path) -> Path:
-        """Writes the Hugging Face folder `checkpoints/step-N` of the current state; returns its path."""
-        target = checkpoints / f"step-{self.steps}"
-        model = self.config.model
-        kept = self.config.learner.checkpoints_kept
-        export(self.policy, self.critic, model.path, target, model.dtype, self.world, kept)
-        return target

@@ -1,25 +1,68 @@
-"""What the parts of a step share: the batch, this rank's micro-batches, and where their numbers go."""
+"""One step in progress on this rank: its batch, its micro-batches, and where times, metrics and arrays go."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
 
 from sao.learner.batch import Batch, MicroBatch
-from sao.learner.metrics import Clock
-from sao.learner.record import Record
+from sao.learner.plan import Plan
+from sao.learner.world import World
 
 
-@dataclass
+class Clock:
+    """Seconds by cause."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def of(self, cause: str) -> Iterator[None]:
+        """Adds the time spent in the block to `cause`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[cause] = self.seconds.get(cause, 0.0) + time.perf_counter() - start
+
+
 class Work:
-    """One step in progress on this rank."""
+    """One step in progress. `arrays`: what `sao.telemetry.recording` keeps of it, or None if it keeps nothing."""
 
-    batch: Batch
-    micro: list[MicroBatch]
-    clock: Clock
-    metrics: dict[str, float] = field(default_factory=dict)
-    record: Record | None = None  # collects arrays where `telemetry.keep_trajectories` wants them
+    def __init__(self, batch: Batch, plan: Plan, micro: list[MicroBatch], clock: Clock, *, recorded: bool) -> None:
+        self.batch, self.micro, self.clock = batch, micro, clock
+        self.n_actions = int(batch.action_mask.sum())  # of the whole batch, on all ranks
+        self.metrics: dict[str, float] = {}
+        self.arrays: dict[str, NDArray[Any]] | None = None
+        if recorded:
+            places = {f"plan_{name}": getattr(plan, name) for name in ("rank", "micro_batch", "row", "position")}
+            names = ("lags", "segment_offsets", "trajectory_offsets")
+            self.arrays = {
+                "rollout_logprobs": batch.logprobs,
+                **{name: getattr(batch, name) for name in names},
+                **places,
+            }
+            # Log-prob of each token of this rank, and 1 where there is one.
+            self._logprobs = torch.zeros(2, len(batch.token_ids), device=micro[0].flat.device)
 
-    @property
-    def n_actions(self) -> int:
-        """Action tokens of the whole batch, on all ranks."""
-        return int(self.batch.action_mask.sum())
+    def record(self, **arrays: NDArray[Any]) -> None:
+        """Keeps copies of arrays over the flat tokens, equal on every rank."""
+        if self.arrays is not None:
+            self.arrays.update({name: array.copy() for name, array in arrays.items()})
+
+    def record_logprobs(self, flat: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """Keeps current log-probs of this rank's tokens, by flat index."""
+        if self.arrays is not None:
+            self._logprobs[0, flat], self._logprobs[1, flat] = logprobs.detach().float(), 1.0
+
+    def finish_record(self, world: World) -> dict[str, NDArray[Any]] | None:
+        """All arrays, with the log-probs of all ranks (NaN where none was computed). A collective."""
+        if self.arrays is not None:
+            logprobs, seen = world.total(self._logprobs)
+            self.record(logprobs=torch.where(seen > 0, logprobs, torch.nan).cpu().numpy())
+        return self.arrays
