@@ -12,6 +12,7 @@ from sao.algorithms.value import value_moments
 from sao.config import parse
 from sao.config.sections import ValuePretrainingSection
 from sao.errors import ConfigError, LearnerError
+from sao.learner.loop import STOPPED
 from sao.learner.pretrain import Progress, pretrain
 from sao.learner.step import Learner
 from sao.learner.world import World
@@ -104,17 +105,17 @@ def test_batches_are_trained_on_until_it_is_enough_and_the_critic_is_kept(tiny_m
     config = made(tiny_model, model__dtype="float32", learner__critic_lr=1e-2, **settings)
     learner = Learner(config)
     start = {name: parameter.detach().clone() for name, parameter in learner.critic.named_parameters()}
-    line = Broker(*((learnable(seed), 0) for seed in range(40)))
-    reason = pretrain(config, learner, World.alone(), line, tmp_path)
+    broker = Broker(*((learnable(seed), 0) for seed in range(40)))
+    reason = pretrain(config, learner, World.alone(), broker, tmp_path)
     assert "reached value_pretraining.target = 0.5" in reason and 1 < learner.steps < 40
-    assert [commit.get("done") for commit in line.commits] == [None] * (learner.steps - 1) + [reason]
-    assert {(commit["version"], commit["weights"]) for commit in line.commits} == {(0, None)}
-    assert {commit["masked_tokens"] for commit in line.commits} == {0}
-    explained = [commit["metrics"]["critic/explained_variance_window"] for commit in line.commits]
+    assert [commit.done for commit in broker.commits] == [""] * (learner.steps - 1) + [reason]
+    assert {(commit.version, commit.weights) for commit in broker.commits} == {(0, None)}
+    assert {commit.masked_tokens for commit in broker.commits} == {0}
+    explained = [commit.metrics["critic/explained_variance_window"] for commit in broker.commits]
     assert explained[0] < 0.1 and explained[-1] >= 0.5
-    facts = json.loads((tmp_path / "critic" / "pretraining.json").read_text())
-    assert facts["batches"] == learner.steps and facts["rollouts"] == 16 * learner.steps
-    assert facts["explained_variance"] == explained[-1] and facts["reason"] == reason
+    metadata = json.loads((tmp_path / "critic" / "pretraining.json").read_text())
+    assert metadata["batches"] == learner.steps and metadata["rollouts"] == 16 * learner.steps
+    assert metadata["explained_variance"] == explained[-1] and metadata["reason"] == reason
     assert {path.name for path in (tmp_path / "critic").iterdir()} == {
         "config.json",
         "critic.safetensors",
@@ -139,8 +140,8 @@ def test_a_learner_of_values_has_no_policy(tiny_model):
 
 def test_a_run_that_is_stopped_keeps_what_there_is(tiny_model, tmp_path):
     config = made(tiny_model)
-    assert pretrain(config, Learner(config), World.alone(), Broker("stop"), tmp_path) == "told to stop"
+    assert pretrain(config, Learner(config), World.alone(), Broker("stop"), tmp_path) == STOPPED
     assert not (tmp_path / "critic").exists()
-    line = Broker((random_batch(0, 4), 0), "stop")
-    assert pretrain(config, Learner(config), World.alone(), line, tmp_path) == "told to stop"
+    broker = Broker((random_batch(0, 4), 0), "stop")
+    assert pretrain(config, Learner(config), World.alone(), broker, tmp_path) == STOPPED
     assert json.loads((tmp_path / "critic" / "pretraining.json").read_text())["batches"] == 1

@@ -64,8 +64,8 @@ def write_model(
             shutil.copy(file, folder / file.name)
 
 
-def write_critic(critic: Critic, target: Path, dtype: str, facts: dict[str, Any], world: World) -> None:
-    """Writes the critic as the folder `target`, which `learner.critic_path` takes; `facts` go into `pretraining.json`.
+def write_critic(critic: Critic, target: Path, dtype: str, metadata: dict[str, Any], world: World) -> None:
+    """Writes the critic as the folder `target`, for `learner.critic_path`; `metadata` goes into `pretraining.json`.
 
     The folder is written under a temporary name and renamed when complete. A collective; rank 0 writes.
     """
@@ -77,7 +77,7 @@ def write_critic(critic: Critic, target: Path, dtype: str, facts: dict[str, Any]
     temporary.mkdir(parents=True)
     critic.backbone.config.save_pretrained(temporary)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary / CRITIC_FILE)
-    (temporary / "pretraining.json").write_text(json.dumps(facts, indent=2) + "\n")
+    (temporary / "pretraining.json").write_text(json.dumps(metadata, indent=2) + "\n")
     shutil.rmtree(target, ignore_errors=True)
     temporary.rename(target)
 

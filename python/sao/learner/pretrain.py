@@ -9,7 +9,6 @@ Training ends when it reaches a target, when it has stopped to rise, or after `v
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from pathlib import Path
 
@@ -19,10 +18,13 @@ from torch import Tensor
 from sao.algorithms.value import explained_variance
 from sao.config import Config
 from sao.config.sections import ValuePretrainingSection
+from sao.errors import LearnerError
 from sao.learner.export import write_critic
-from sao.learner.loop import Connection, commit, decode_all, take
+from sao.learner.loop import STOPPED, commit, take, train_on
 from sao.learner.step import Learner
 from sao.learner.world import World
+from sao.storage.checkpoints import Ordinals
+from sao.transport.client import Client
 
 log = logging.getLogger(__name__)
 
@@ -56,30 +58,25 @@ class Progress:
         return f"{self._batches} batches done" if self._batches >= settings.steps else None
 
 
-def pretrain(config: Config, learner: Learner, world: World, line: Connection | None, run_folder: Path) -> str:
+def pretrain(config: Config, learner: Learner, world: World, connection: Client | None, run_folder: Path) -> str:
     """Trains the critic until it is time to stop, writes it to `run_folder/critic`, and returns why it ended.
 
-    `line` is the connected client on rank 0 and None elsewhere. A run that is stopped from outside before the first
+    `connection` is that to the broker on rank 0 and None elsewhere. A run that is stopped from outside before the first
     batch writes nothing.
     """
-    progress, reason, rollouts, tokens = Progress(config.value_pretraining), None, 0, 0
-    critic = learner.critic
-    assert critic is not None  # the configuration is refused otherwise
-    while reason is None:
-        start = time.perf_counter()
-        taken = take(config, world, line)
-        waited = time.perf_counter()
-        if taken is not None:
-            trajectories = decode_all(config, taken)
-            result = learner.step(trajectories)
-            rollouts, tokens = rollouts + len(trajectories), tokens + result.trained_tokens
-            reason = progress.add(learner.value_moments)
-        elif not rollouts:
-            return "told to stop"
+    if learner.critic is None:
+        raise LearnerError("run.task: pretrain_value needs an estimator with a critic")
+    progress, reason, rollouts, tokens = Progress(config.value_pretraining), "", 0, 0
+    while not reason:
+        taken, result = take(config, world, connection), None
+        if taken is None:
+            reason = STOPPED
         else:
-            reason = "told to stop"
-        if reason is not None:
-            facts = {
+            result = train_on(config, learner, taken, Ordinals())
+            rollouts, tokens = rollouts + len(taken.tasks), tokens + result.trained_tokens
+            reason = progress.add(learner.value_moments) or ""
+        if reason and learner.steps:
+            metadata = {
                 "model": config.learner.critic_path or config.model.path,
                 "reason": reason,
                 "batches": learner.steps,
@@ -90,13 +87,10 @@ def pretrain(config: Config, learner: Learner, world: World, line: Connection | 
                 "critic_frozen": config.learner.critic_frozen,
                 "gamma": config.algorithm.gamma,
             }
-            write_critic(critic, run_folder / FOLDER, config.model.dtype, facts, world)
-        if taken is not None and line is not None:
-            times = {"wait": waited - start, "step": time.perf_counter() - start}
-            result.metrics.update({f"time/{name}_s": seconds for name, seconds in times.items()})
-            result.metrics["time/idle_share"] = times["wait"] / times["step"]
+            write_critic(learner.critic, run_folder / FOLDER, config.model.dtype, metadata, world)
+        if taken is not None and result is not None:
             if progress.explained_variance is not None:
                 result.metrics["critic/explained_variance_window"] = progress.explained_variance
-            commit(line, taken, result, done=reason)
+            commit(connection, taken, result, done=reason)
     log.info("%s; explained variance %s", reason, progress.explained_variance)
     return reason
