@@ -8,13 +8,15 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from sao.config import Config, load_resolved
+from sao.config import load_resolved
 from sao.errors import ConfigError, Error
 from sao.storage import checkpoints
 from sao.storage.failpoints import failpoint
 from sao.transport.client import Client
 from sao.transport.keys import LEARNER, client_keys, server_keys
+from sao.transport.messages import WorkerError
 from sao.transport.weight_bus import WeightsServer
 
 DONE, FAILED, BAD_CONFIG = 0, 1, 2
@@ -24,7 +26,7 @@ log = logging.getLogger("sao.learner")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Trains until told to stop. Exit codes: 0 done, 1 failed, 2 the configuration is wrong (a restart is no use)."""
+    """Trains until it is stopped. Exit codes: 0 done, 1 failed, 2 the configuration is wrong (a restart is no use)."""
     parser = argparse.ArgumentParser(prog="python -m sao.learner", description=__doc__)
     parser.add_argument("--run-folder", type=Path, required=True, help="folder that holds config.json")
     parser.add_argument("--config", type=Path, help="the configuration, if it is another file")
@@ -37,7 +39,6 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are folders; nothing is fetched
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what learner.deterministic needs on GPUs
     client: Client | None = None
-    server: WeightsServer | None = None
     joined = False
     try:
         config = load_resolved(arguments.config or arguments.run_folder / "config.json")
@@ -49,22 +50,25 @@ def main(argv: list[str] | None = None) -> int:
         from sao.learner.world import World
 
         world = World.join(arguments.store)
+        transport = config.transport
+        timing: dict[str, Any] = {"heartbeat_s": transport.heartbeat_s, "peer_timeout_s": transport.peer_timeout_s}
         if world.rank == 0:
-            transport = config.transport
             client = Client(
                 arguments.endpoint,
                 role="learner",
                 name="learner",
                 max_message_bytes=transport.max_message_bytes,
-                heartbeat_s=transport.heartbeat_s,
-                peer_timeout_s=transport.peer_timeout_s,
                 outage_s=transport.outage_s,
                 keys=client_keys(transport.keys, arguments.endpoint, "learner", "learner"),
+                **timing,
             )
         learner, trained, weights = Learner(config, world, arguments.weights_folder), None, None
-        if world.rank == 0 and config.transport.weights_bind is not None:
-            server = serve_weights(config)
+        server: WeightsServer | None = None
+        if client is not None and transport.weights_bind is not None:
+            keys = server_keys(transport.keys, transport.weights_bind, LEARNER)
+            server = WeightsServer(transport.weights_bind, keys=keys, **timing)
             learner.announce = server.publish
+            log.info("weights for other hosts are served at %s", server.endpoint)
         if arguments.checkpoint is not None:
             checkpoint = checkpoints.read(arguments.checkpoint)
             restore(learner, checkpoint)
@@ -87,39 +91,18 @@ def main(argv: list[str] | None = None) -> int:
             server.close()
         world.leave()
         return DONE
-    except ConfigError as error:
-        return _fail(client, joined, error, BAD_CONFIG)
     except Exception as error:
-        return _fail(client, joined, error, FAILED)
-
-
-def serve_weights(config: Config) -> WeightsServer:
-    """Serves this learner's weights to other hosts. Raises `ConfigError` and `TransportError`."""
-    transport = config.transport
-    assert transport.weights_bind is not None
-    server = WeightsServer(
-        transport.weights_bind,
-        keys=server_keys(transport.keys, transport.weights_bind, LEARNER),
-        heartbeat_s=transport.heartbeat_s,
-        peer_timeout_s=transport.peer_timeout_s,
-    )
-    log.info("weights for other hosts are served at %s", server.endpoint)
-    return server
-
-
-def _fail(client: Client | None, joined: bool, error: Exception, code: int) -> int:
-    """Says what is wrong, here and to the broker, which ends the run."""
-    if isinstance(error, Error):
-        log.error("%s: %s", type(error).__name__, error)
-    else:
-        log.error("failed", exc_info=error)
-    if client is not None:
-        with suppress(Error):
-            if not joined:
-                client.connect(deadline_s=5.0)
-            client.call("error", {"text": f"{type(error).__name__}: {error}"}, deadline_s=5.0).result()
-        client.close()
-    return code
+        if isinstance(error, Error):
+            log.error("%s: %s", type(error).__name__, error)
+        else:
+            log.error("failed", exc_info=error)
+        if client is not None:  # the broker ends the run
+            with suppress(Error):
+                if not joined:
+                    client.connect(deadline_s=5.0)
+                client.call(WorkerError(text=f"{type(error).__name__}: {error}"), deadline_s=5.0).result()
+            client.close()
+        return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a learner must not lose, and how it is saved beside training and read again.
+"""Checkpoints of a learner: saved beside training, and read again.
 
 Saved are all parameters of policy and critic, both AdamW states, the random states of every rank, the counters, and
 which tasks were trained: everything that decides the next step. Learning rates are a function of the training step.
@@ -21,13 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from sao import __version__
 from sao.errors import CheckpointError
-from sao.learner.export import full_tensors, write_model
+from sao.learner.export import full_tensors, named_tensors, write_model
+from sao.learner.optim import Optimizer, local
 from sao.learner.step import Learner
 from sao.storage.checkpoints import STATE, Checkpoint, Draft, Ordinals
 from sao.storage.failpoints import failpoint
@@ -46,7 +47,7 @@ class Checkpointer:
     def __init__(self, learner: Learner, folder: Path, trained: Ordinals | None = None) -> None:
         """`folder`: the run's `checkpoints`. `trained`: of the checkpoint that the learner continues from.
 
-        A collective. The attribute `trained` is what was trained so far in this line of history; rank 0 keeps it.
+        A collective. The attribute `trained` holds all tasks that led to the present state; rank 0 keeps it.
         """
         self.learner, self.world, self.folder = learner, learner.world, folder
         self.trained = trained or Ordinals()
@@ -65,13 +66,10 @@ class Checkpointer:
         learner, world = self.learner, self.world
         self._step = learner.steps
         tensors = state_tensors(learner)
-        facts = {
-            **self._facts(tensors),
-            "ledger": {"lease": lease, "tasks": [list(task) for task in tasks], "trained": self.trained.runs},
-        }
+        ledger = {"lease": lease, "tasks": [list(task) for task in tasks], "trained": self.trained.runs}
+        metadata = {**_metadata(learner, tensors), "ledger": ledger}
         staged = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
-        dtype = learner.config.model.dtype
-        model = {name: self._apart(full_tensors(part, dtype, world)) for name, part in _models(learner).items()}
+        model = {name: self._full(part) for name, part in _models(learner).items()}
         draft = None
         if world.rank == 0:
             try:
@@ -81,7 +79,7 @@ class Checkpointer:
                 self._fault = f"step {learner.steps}: {error}"
         if world.share([draft is not None])[0]:
             self._fault = f"step {learner.steps}: its writer ended without a word"
-            arguments = (draft, staged, model, facts)
+            arguments = (draft, staged, model, metadata)
             self._thread = threading.Thread(target=self._write, args=arguments, name="sao-checkpoint")
             self._thread.start()
         else:
@@ -97,60 +95,35 @@ class Checkpointer:
         fault, self._fault = self._fault, None
         return (fault or f"step {self._step}: rank 0 failed") if failed else None
 
-    def _facts(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        learner, world = self.learner, self.world
-        described = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
-        for rank in range(world.size):  # the others' have the same shapes
-            described |= {
-                name.replace(f"rank-{world.rank}", f"rank-{rank}"): shape
-                for name, shape in described.items()
-                if name.startswith("rng/")
-            }
-        return {
-            "version": learner.version,
-            "time_s": round(time.time(), 3),
-            "sao": __version__,
-            "torch": torch.__version__,
-            "ranks": world.size,
-            "numbers": {name: getattr(learner, name) for name in learner.NUMBERS},
-            "config": learner.config.model_dump(mode="json"),
-            "tensors": described,
-        }
-
-    def _apart(self, tensors: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
-        """The tensors without shared memory: what training goes on to change is copied."""
-        if tensors is None:
-            return None
-        parameters = [p for part in _models(self.learner).values() for p in part.parameters()]
-        live = {_local(parameter).untyped_storage().data_ptr() for parameter in parameters}
-        return {
+    def _full(self, module: nn.Module) -> dict[str, Tensor] | None:
+        """The whole tensors of a module on rank 0, copied where they share memory that training goes on to change."""
+        tensors = full_tensors(module, self.learner.config.model.dtype, self.world)
+        live = {local(parameter).untyped_storage().data_ptr() for parameter in module.parameters()}
+        return tensors and {
             name: tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
             for name, tensor in tensors.items()
         }
 
     def _write(
-        self, draft: Draft | None, staged: dict[str, Tensor], model: dict[str, Any], facts: dict[str, Any]
+        self, draft: Draft | None, staged: dict[str, Tensor], model: dict[str, Any], metadata: dict[str, Any]
     ) -> None:
         config = self.learner.config
         try:
             began = time.perf_counter()
             folder = self.folder / f".step-{self._step}.part" / STATE
-            files = {name: _PARTS.index(name.partition("/")[0]) + 1 for name in facts["tensors"]}
+            files = {name: _PARTS.index(name.partition("/")[0]) + 1 for name in metadata["tensors"]}
             writer = dcp.HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
             alone = self.world.mesh is None
             dcp.save(staged, storage_writer=writer, process_group=self._group, no_dist=alone)
             failpoint("save.state")
-            if draft is None:
-                self._fault = None
-                return
-            policy = model["policy"]
-            critic = model.get("critic")
-            write_model(self.learner.policy, policy, critic, config.model.path, draft.folder, config.model.dtype)
-            failpoint("save.model")
-            facts = {**facts, "fingerprint": fingerprint(policy)}
-            path = draft.commit(facts, config.learner.checkpoints_kept)
+            if draft is not None:
+                policy, critic = model["policy"], model.get("critic")
+                write_model(self.learner.policy, policy, critic, config.model.path, draft.folder, config.model.dtype)
+                failpoint("save.model")
+                metadata = {**metadata, "fingerprint": fingerprint(policy)}
+                path = draft.commit(metadata, config.learner.checkpoints_kept)
+                log.info("%s is complete, after %.1f s", path, time.perf_counter() - began)
             self._fault = None
-            log.info("%s is complete, after %.1f s", path, time.perf_counter() - began)
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             self._fault = f"step {self._step}: {_explain(error)}"
             log.error("checkpoint of %s", self._fault)
@@ -162,16 +135,18 @@ def state_tensors(learner: Learner) -> dict[str, Tensor]:
     """Every tensor of the learner's state by name: `policy/NAME`, `policy_optimizer/exp_avg/NAME`, `rng/cpu/rank-0`."""
     tensors: dict[str, Tensor] = {}
     for part, module in _models(learner).items():
-        saved = module.state_dict(keep_vars=True)  # first: it makes FSDP free what it gathered and give back its shards
-        tensors |= {f"{part}/{name}": parameter.detach() for name, parameter in module.named_parameters()}
-        tensors |= {f"{part}/{name}": buffer for name, buffer in module.named_buffers() if name in saved}
-    for part, optimizer in _optimizers(learner).items():
+        tensors |= {f"{part}/{name}": tensor for name, tensor in named_tensors(module).items()}
+    for part, optimizer in learner.optimizers.items():
         for name, parameter in zip(optimizer.names, optimizer.parameters, strict=True):
             held = optimizer.adam.state.get(parameter, {})
-            if held.keys() - set(_MOMENTS):
-                raise CheckpointError(f"{part}: {name}: unknown state {sorted(held.keys() - set(_MOMENTS))}")
-            tensors |= {f"{part}/{moment}/{name}": held[moment] for moment in _MOMENTS if moment in held}
-    return tensors | _random_states(learner)
+            if unknown := sorted(held.keys() - set(_MOMENTS)):
+                raise CheckpointError(f"{part}_optimizer: {name}: unknown state {unknown}")
+            tensors |= {f"{part}_optimizer/{moment}/{name}": held[moment] for moment in _MOMENTS if moment in held}
+    rank, device = learner.world.rank, learner.world.device
+    tensors[f"rng/cpu/rank-{rank}"] = torch.get_rng_state()
+    if device.type == "cuda":
+        tensors[f"rng/cuda/rank-{rank}"] = torch.cuda.get_rng_state(device)
+    return tensors
 
 
 def restore(learner: Learner, checkpoint: Checkpoint) -> None:
@@ -180,38 +155,40 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> None:
     Raises `CheckpointError` for any tensor that is needed and absent, there and not needed, or of another type or
     shape. With another number of ranks the random states of ranks that were not there are derived from the run's seed.
     """
-    listed: dict[str, list[Any]] = checkpoint.manifest["tensors"]
-    for part, optimizer in _optimizers(learner).items():
-        _make_moments(part, optimizer, listed)
+    world, manifest = learner.world, checkpoint.manifest
+    listed: dict[str, list[Any]] = manifest["tensors"]
+    for part, optimizer in learner.optimizers.items():
+        _make_moments(f"{part}_optimizer", optimizer, listed)
     tensors = state_tensors(learner)
     own = {name for name in tensors if name.startswith("rng/")}
-    absent = own if learner.world.rank >= checkpoint.manifest["ranks"] else set()
-    wanted = {name: tensor for name, tensor in tensors.items() if name not in absent}
+    new_rank = world.rank >= manifest["ranks"]
+    wanted = {name: tensor for name, tensor in tensors.items() if not (new_rank and name in own)}
     held = {name for name in listed if not name.startswith("rng/") or name in own}
     faults = [f"{name}: not in the checkpoint" for name in sorted(wanted.keys() - held)]
     faults += [f"{name}: not in the model" for name in sorted(held - wanted.keys())]
     for name in sorted(wanted.keys() & held):
-        mine = [str(wanted[name].dtype), list(wanted[name].shape)]
-        if mine != listed[name]:
+        if (mine := _described(wanted[name])) != listed[name]:
             faults.append(f"{name}: {listed[name]} in the checkpoint, {mine} in the model")
     if faults:
         more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
         raise CheckpointError(f"{checkpoint.path}: {'; '.join(faults[:5])}{more}")
     reader = dcp.HuggingFaceStorageReader(str(checkpoint.state))
     try:
-        dcp.load(wanted, storage_reader=reader, no_dist=learner.world.mesh is None)  # in place
+        dcp.load(wanted, storage_reader=reader, no_dist=world.mesh is None)  # in place
     except CheckpointException as error:
         raise CheckpointError(f"{checkpoint.path}: {_explain(error)}") from error
-    if absent:
-        torch.manual_seed(learner.config.run.seed + 1_000_003 * (checkpoint.step + 1) + learner.world.rank)
+    if new_rank:
+        torch.manual_seed(learner.config.run.seed + 1_000_003 * (checkpoint.step + 1) + world.rank)
     else:
-        _set_random_states(learner, wanted)
-    numbers = checkpoint.manifest["numbers"]
+        torch.set_rng_state(wanted[f"rng/cpu/rank-{world.rank}"])
+        if world.device.type == "cuda":
+            torch.cuda.set_rng_state(wanted[f"rng/cuda/rank-{world.rank}"], world.device)
+    numbers = manifest["numbers"]
     if numbers.keys() != set(learner.NUMBERS):
         raise CheckpointError(f"{checkpoint.path}: counters {sorted(numbers)}, expected {sorted(learner.NUMBERS)}")
     for name, value in numbers.items():
         setattr(learner, name, value)
-    for _, optimizer in _optimizers(learner).items():
+    for optimizer in learner.optimizers.values():
         optimizer.set_step(learner.steps)
 
 
@@ -223,26 +200,40 @@ def republish(learner: Learner, checkpoint: Checkpoint) -> WeightsRef | None:
     tensors = full_tensors(learner.policy.lm, learner.config.model.dtype, learner.world)
     if tensors is None:
         return None
-    mark = fingerprint(tensors)
-    if mark != checkpoint.manifest["fingerprint"]:
-        raise CheckpointError(
-            f"{checkpoint.path}: the restored policy is {mark}, saved was {checkpoint.manifest['fingerprint']}"
-        )
+    restored, saved = fingerprint(tensors), checkpoint.manifest["fingerprint"]
+    if restored != saved:
+        raise CheckpointError(f"{checkpoint.path}: the restored policy is {restored}, saved was {saved}")
     if learner.version == 0 or learner.weights_folder is None:
         return None
     return learner.announce(publish(tensors, learner.weights_folder, learner.version))
 
 
-def _models(learner: Learner) -> dict[str, Any]:
-    models = {"policy": learner.policy.lm, "critic": learner.critic}
-    return {name: model for name, model in models.items() if model is not None}
+def _models(learner: Learner) -> dict[str, nn.Module]:
+    return {"policy": learner.policy.lm} | ({} if learner.critic is None else {"critic": learner.critic})
 
 
-def _optimizers(learner: Learner) -> dict[str, Any]:
-    return {f"{name}_optimizer": optimizer for name, optimizer in learner.optimizers.items()}
+def _described(tensor: Tensor) -> list[Any]:
+    return [str(tensor.dtype), list(tensor.shape)]
 
 
-def _make_moments(part: str, optimizer: Any, listed: dict[str, list[Any]]) -> None:
+def _metadata(learner: Learner, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    world, described = learner.world, {name: _described(tensor) for name, tensor in tensors.items()}
+    for rank in range(world.size):  # the others' random states have the same shapes
+        for name in [name for name in tensors if name.startswith("rng/")]:
+            described[name.replace(f"rank-{world.rank}", f"rank-{rank}")] = described[name]
+    return {
+        "version": learner.version,
+        "time_s": round(time.time(), 3),
+        "sao": __version__,
+        "torch": torch.__version__,
+        "ranks": world.size,
+        "numbers": {name: getattr(learner, name) for name in learner.NUMBERS},
+        "config": learner.config.model_dump(mode="json"),
+        "tensors": described,
+    }
+
+
+def _make_moments(part: str, optimizer: Optimizer, listed: dict[str, list[Any]]) -> None:
     """Makes AdamW's state of the parameters that had one when the checkpoint was written: all of it or none."""
     optimizer.adam.state.clear()
     for name, parameter in zip(optimizer.names, optimizer.parameters, strict=True):
@@ -254,25 +245,8 @@ def _make_moments(part: str, optimizer: Any, listed: dict[str, list[Any]]) -> No
             }
 
 
-def _random_states(learner: Learner) -> dict[str, Tensor]:
-    states = {f"rng/cpu/rank-{learner.world.rank}": torch.get_rng_state()}
-    if learner.world.device.type == "cuda":
-        states[f"rng/cuda/rank-{learner.world.rank}"] = torch.cuda.get_rng_state(learner.world.device)
-    return states
-
-
-def _set_random_states(learner: Learner, tensors: dict[str, Tensor]) -> None:
-    torch.set_rng_state(tensors[f"rng/cpu/rank-{learner.world.rank}"])
-    if learner.world.device.type == "cuda":
-        torch.cuda.set_rng_state(tensors[f"rng/cuda/rank-{learner.world.rank}"], learner.world.device)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def _explain(error: BaseException) -> str:
-    """What went wrong, of the ranks where it did, without their tracebacks."""
+    """Which errors there were, of the ranks where they were, without their tracebacks."""
     failures = getattr(error, "failures", None)
     if not failures:
         return f"{type(error).__name__}: {error}"

@@ -12,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from sao.algorithms.advantage import advantages as estimate_advantages
-from sao.algorithms.value import clipped_value_loss, value_loss, value_moments
+from sao.algorithms.value import clipped_value_loss, explained_variance, value_loss, value_moments
 from sao.config import Config
-from sao.learner.metrics import describe_values
 from sao.learner.model import load_critic
 from sao.learner.optim import Optimizer
 from sao.learner.work import Work
@@ -60,7 +59,9 @@ class CriticUpdate:
                 advantages, _, lambdas = self._estimate(work, values, None)
         mask = torch.from_numpy(batch.action_mask)
         self.moments = value_moments(values=torch.from_numpy(values), returns=torch.from_numpy(targets), mask=mask)
-        work.metrics.update(describe_values(batch, values, self.moments))
+        work.metrics["critic/value_mean"] = float(values[batch.action_mask].astype(np.float64).mean())
+        if (explained := explained_variance(self.moments)) is not None:
+            work.metrics["critic/explained_variance"] = explained
         if algorithm.advantage_values == "after":
             advantages, _, lambdas = self._estimate(work, *self._values(work))
         known = lambdas[np.isfinite(lambdas)]  # a trajectory without action tokens has none
@@ -121,19 +122,13 @@ class CriticUpdate:
     ) -> tuple[Floats, Floats, NDArray[np.float64]]:
         """Advantages, targets (float32[N]) and lambdas (float64[T]) from the native kernel, equal on all ranks."""
         algorithm, batch = self.config.algorithm, work.batch
+        settings = ("gamma", "lambda_alpha", "lambda_critic", "cross_segment", "skip_observations")
         with work.clock.of("advantages"):
             return estimate_advantages(
                 values,
-                batch.action_mask,
-                batch.segment_offsets,
-                batch.trajectory_offsets,
-                batch.rewards,
-                gamma=algorithm.gamma,
+                *(batch.action_mask, batch.segment_offsets, batch.trajectory_offsets, batch.rewards),
                 lambda_policy=None if isinstance(algorithm.lambda_policy, str) else algorithm.lambda_policy,
-                lambda_alpha=algorithm.lambda_alpha,
-                lambda_critic=algorithm.lambda_critic,
-                cross_segment=algorithm.cross_segment,
-                skip_observations=algorithm.skip_observations,
                 bootstrap=bootstrap,
                 turn_rewards=batch.turn_rewards,
+                **{name: getattr(algorithm, name) for name in settings},
             )

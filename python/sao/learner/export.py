@@ -23,18 +23,21 @@ _TOKENIZER_FILES = (
 )
 
 
-def full_tensors(module: nn.Module, dtype: str, world: World) -> dict[str, torch.Tensor] | None:
-    """All parameters and saved buffers by name, on the CPU of rank 0, in the type `dtype`; None on the other ranks.
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and saved buffers by name, as this rank holds them.
 
-    A parameter that is used twice (tied embeddings) comes once, under its first name. A collective: all ranks call it.
+    A parameter that is used twice (tied embeddings) comes once, under its first name.
     """
     saved = module.state_dict(keep_vars=True)  # first: it makes FSDP free what it gathered and give back its shards
-    named: dict[str, torch.Tensor] = dict(module.named_parameters())
-    named.update({name: buffer for name, buffer in module.named_buffers() if name in saved})
+    named = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    return named | {name: buffer for name, buffer in module.named_buffers() if name in saved}
+
+
+def full_tensors(module: nn.Module, dtype: str, world: World) -> dict[str, torch.Tensor] | None:
+    """Whole `named_tensors`, on the CPU of rank 0, in the type `dtype`; None on the other ranks. A collective."""
     out = {}
-    for name, tensor in named.items():
-        whole = tensor.detach()
-        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+    for name, tensor in named_tensors(module).items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if world.rank == 0:
             out[name] = whole.to("cpu", DTYPES[dtype] if whole.is_floating_point() else whole.dtype)
     return out if world.rank == 0 else None

@@ -29,11 +29,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sao.algorithms.policy_loss import log_ratio
-from sao.algorithms.value import explained_variance
 from sao.learner.batch import Batch
 from sao.learner.world import World
 
@@ -71,22 +69,6 @@ def describe(batch: Batch, success_reward: float) -> dict[str, float]:
     if (batch.drift >= 0).any():
         numbers["rollout/drift"] = batch.drift[batch.drift >= 0].mean()
     return {name: float(number) for name, number in numbers.items()}
-
-
-def describe_values(batch: Batch, values: NDArray[np.float32], moments: Tensor) -> dict[str, float]:
-    """What the critic knew before this step's passes, over all action tokens; the same on every rank.
-
-    `moments`: `value_moments` of these values and their targets.
-    """
-    explained = explained_variance(moments)
-    numbers = {"critic/value_mean": float(values[batch.action_mask].astype(np.float64).mean())}
-    return numbers if explained is None else {**numbers, "critic/explained_variance": explained}
-
-
-def describe_advantages(batch: Batch, advantages: NDArray[np.float32]) -> dict[str, float]:
-    """Advantages as the policy sees them, over all action tokens; the same on every rank."""
-    chosen = advantages[batch.action_mask].astype(np.float64)
-    return {"advantage/mean": float(chosen.mean()), "advantage/std": float(chosen.std())}
 
 
 class PolicySums:

@@ -15,15 +15,6 @@ from sao.learner.work import Work
 from sao.learner.world import World
 
 
-def rate_factor(step: int, warmup_steps: int, decay: str, total_steps: int) -> float:
-    """Factor of the base rate in training step `step` (from 0), whatever the number of optimizer calls in a step.
-
-    min(1, (step + 1) / warmup_steps), times 1 - step / total_steps if `decay` is "linear".
-    """
-    warm = min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
-    return warm * (max(0.0, 1.0 - step / total_steps) if decay == "linear" else 1.0)
-
-
 class Optimizer:
     """AdamW over the trainable parameters of one model; matrices decay, vectors (norms, biases) do not."""
 
@@ -42,9 +33,15 @@ class Optimizer:
         self.set_step(0)
 
     def set_step(self, step: int) -> float:
-        """Sets the learning rate of every group for training step `step`; returns it."""
-        config = self.config
-        rate = self.base_rate * rate_factor(step, config.lr_warmup_steps, config.lr_decay, self.total_steps)
+        """Sets and returns the rate of training step `step` (from 0), however many optimizer steps that has.
+
+        rate = base_rate * min(1, (step + 1) / warmup_steps), times 1 - step / total_steps if `lr_decay` is "linear"
+        """
+        warmup = self.config.lr_warmup_steps
+        factor = min(1.0, (step + 1) / warmup) if warmup else 1.0
+        if self.config.lr_decay == "linear":
+            factor *= max(0.0, 1.0 - step / self.total_steps)
+        rate = self.base_rate * factor
         for group in self.adam.param_groups:
             group["lr"] = rate
         return rate

@@ -41,27 +41,22 @@ class Comparison:
     different: dict[str, tuple[Any, Any]]
 
 
-def compare(record: RecordedStep, result: StepResult, mark: str | None) -> Comparison:
-    """Bit by bit. `mark`: fingerprint of the replayed policy; None: not compared."""
+def compare(record: RecordedStep, result: StepResult, policy: str | None) -> Comparison:
+    """Compares bit by bit. `policy`: fingerprint of the replayed policy; None: not compared."""
     recorded: dict[str, float] = record.meta["metrics"]
-    names = {n for n in {*recorded, *result.metrics} if not n.startswith(_CLOCKS)}
-    different: dict[str, tuple[Any, Any]] = {}
-    for name in sorted(names):
-        pair = recorded.get(name), result.metrics.get(name)
-        if pair[0] != pair[1]:
-            different[name] = pair
-    arrays = result.arrays or {}
-    for name in sorted(record.arrays):
-        held = record.arrays[name]
-        mine = np.ascontiguousarray(arrays.get(name, np.empty(0, held.dtype)))
+    names = sorted(name for name in recorded.keys() | result.metrics.keys() if not name.startswith(_CLOCKS))
+    pairs: dict[str, tuple[Any, Any]] = {name: (recorded.get(name), result.metrics.get(name)) for name in names}
+    different = {name: (old, new) for name, (old, new) in pairs.items() if old != new}
+    for name, held in sorted(record.arrays.items()):
+        mine = np.ascontiguousarray((result.arrays or {}).get(name, np.empty(0, held.dtype)))
         if (held.dtype, held.shape, held.tobytes()) != (mine.dtype, mine.shape, mine.tobytes()):
             count = int((held != mine).sum()) if held.shape == mine.shape else max(held.size, mine.size)
             different[f"array {name}"] = (f"{held.dtype}{list(held.shape)}", f"{count} values differ")
     wanted = record.meta.get("fingerprint")
-    if mark is not None and wanted is not None and mark != wanted:
-        different["weights"] = (wanted, mark)
+    weights = policy is not None and wanted is not None
+    if weights and policy != wanted:
+        different["weights"] = (wanted, policy)
     losses = {name: value for name, value in sorted(recorded.items()) if name.startswith("loss/")}
-    weights = mark is not None and wanted is not None
     return Comparison(record.step, len(names), len(record.arrays), weights, losses, different)
 
 
@@ -69,7 +64,7 @@ def replay(learner: Learner, record: RecordedStep) -> Comparison:
     """Makes the step and compares. A collective: every rank makes the same call."""
     result = learner.step(record.trajectories())
     tensors = full_tensors(learner.policy.lm, learner.config.model.dtype, learner.world)
-    return compare(record, result, fingerprint(tensors) if tensors is not None else None)
+    return compare(record, result, None if tensors is None else fingerprint(tensors))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,15 +78,13 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
-        found = []
         records = [read_step(path) for path in arguments.records]
         config = parse(records[-1].meta["config"], source=str(arguments.records[-1]))
         world = World.join(arguments.store)
         learner = Learner(config, world)
         if arguments.checkpoint is not None:
             restore(learner, checkpoints.read(arguments.checkpoint))
-        for record in records:
-            found.append(replay(learner, record))
+        found = [replay(learner, record) for record in records]
         if world.rank == 0:
             arguments.report.write_text(json.dumps([vars(comparison) for comparison in found]))
         world.leave()

@@ -32,7 +32,7 @@ from sao.learner.attention import SDPA, choose
 from sao.learner.batch import Batch, flatten, micro_batches
 from sao.learner.critic_update import CriticUpdate
 from sao.learner.export import full_tensors
-from sao.learner.metrics import describe, describe_advantages
+from sao.learner.metrics import describe
 from sao.learner.model import Policy, linear_cost
 from sao.learner.plan import plan_segments
 from sao.learner.policy_update import PolicyUpdate
@@ -111,7 +111,7 @@ class Learner:
 
     @property
     def baseline_state(self) -> dict[str, Any]:
-        """Earlier rewards, which an estimator without a critic goes by, as plain JSON."""
+        """The rewards that an estimator without a critic remembers, as plain JSON."""
         return self._windows.state
 
     @baseline_state.setter
@@ -176,7 +176,8 @@ class Learner:
             advantages = found
         if self.config.algorithm.whiten_advantages:
             advantages = whiten(advantages, work.batch.action_mask)
-        work.metrics.update(describe_advantages(work.batch, advantages))
+        chosen = advantages[work.batch.action_mask].astype(np.float64)
+        work.metrics |= {"advantage/mean": float(chosen.mean()), "advantage/std": float(chosen.std())}
         work.record(advantages=advantages)
         return advantages, None
 
