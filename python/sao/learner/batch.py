@@ -101,6 +101,12 @@ class MicroBatch:
     all_columns: torch.Tensor  # int64[m]
     all_flat: torch.Tensor  # int64[m]
 
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What the backbone of a transformers model takes."""
+        names = {"input_ids": self.token_ids, "position_ids": self.position_ids, "attention_mask": self.attention_mask}
+        return {**names, "use_cache": False}
+
 
 def flatten(
     trajectories: Sequence[Trajectory], version: int, *, summaries: bool = True, vocabulary: int | None = None

@@ -51,12 +51,7 @@ class Policy(nn.Module):
         rows, columns, ids, temperatures = batch.state_rows, batch.state_columns, batch.action_ids, batch.temperatures
         if chosen is not None:
             rows, columns, ids, temperatures = rows[chosen], columns[chosen], ids[chosen], temperatures[chosen]
-        output = self.lm.base_model(
-            input_ids=batch.token_ids,
-            position_ids=batch.position_ids,
-            attention_mask=batch.attention_mask,
-            use_cache=False,
-        )
+        output = self.lm.base_model(**batch.inputs)
         hidden = output.last_hidden_state[rows, columns]
         head = partial(head_of, self.lm, output)
         return score(head, hidden, token_ids=ids, temperatures=temperatures, chunk_tokens=chunk_tokens)
@@ -94,12 +89,7 @@ class Critic(nn.Module):
 
     def forward(self, batch: MicroBatch, rows: Tensor, columns: Tensor) -> Tensor:
         """Values [m], float32 or better, of the states that end at positions (rows[i], columns[i])."""
-        hidden = self.backbone(
-            input_ids=batch.token_ids,
-            position_ids=batch.position_ids,
-            attention_mask=batch.attention_mask,
-            use_cache=False,
-        ).last_hidden_state
+        hidden = self.backbone(**batch.inputs).last_hidden_state
         values = self.head(hidden[rows, columns]).squeeze(-1).clone()  # FSDP hooks do not like views
         return values if values.dtype == torch.float64 else values.float()
 
@@ -161,17 +151,17 @@ def check_packing(lm: Any, context_tokens: int, path: str | Path, attention: str
     first, second = [t % vocabulary for t in (5, 9, 2, 7)], [t % vocabulary for t in (3, 8, 1, 6, 4)]
     device = next(lm.parameters()).device
 
-    def last(tokens: list[int], starts: list[int]) -> Tensor:
-        owner = torch.tensor([[sum(i >= s for s in starts) for i in range(len(tokens))]], device=device)
-        positions = torch.tensor([[i - max(s for s in starts if s <= i) for i in range(len(tokens))]], device=device)
-        ids = torch.tensor([tokens], device=device)
+    def last(before: list[int]) -> Tensor:
+        """States of the second segment behind another one, or alone."""
+        positions = torch.tensor([[*range(len(before)), *range(len(second))]], device=device)
+        owner = torch.tensor([[0] * len(before) + [1] * len(second)], device=device)
+        ids = torch.tensor([before + second], device=device)
         inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask(owner, attention)}
         return lm.base_model(**inputs, use_cache=False).last_hidden_state[0, -len(second) :].double()
 
     # Flash attention computes in bfloat16 only, and the parameters are float32 outside of FSDP.
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=attention == FLASH):
-        alone, packed = last(second, [0]), last(first + second, [0, len(first)])
-        other = last([(t + 1) % vocabulary for t in first] + second, [0, len(first)])
+        alone, packed, other = last([]), last(first), last([(t + 1) % vocabulary for t in first])
     # Not to the bit: which tokens an expert computes together rounds the others' results differently.
     tolerance = 1e-4 if lm.dtype in (torch.float32, torch.float64) and attention == SDPA else 0.1
     size = alone.abs().max().clamp(min=1e-9)
@@ -228,12 +218,9 @@ def shard(model: Any, config: Config, world: World) -> Any:
 
 
 def _layers(model: nn.Module) -> list[Any]:
-    return [layer for group in model.modules() if _is_layer_list(group) for layer in group.children()]
-
-
-def _is_layer_list(module: nn.Module) -> bool:
-    kinds = {type(child).__name__ for child in module.children()} if isinstance(module, nn.ModuleList) else set()
-    return bool(kinds) and all(kind.endswith(("Layer", "Block")) for kind in kinds)
+    groups = [list(group) for group in model.modules() if isinstance(group, nn.ModuleList)]
+    named = [all(type(layer).__name__.endswith(("Layer", "Block")) for layer in group) for group in groups]
+    return [layer for group, layers in zip(groups, named, strict=True) if layers for layer in group]
 
 
 def _load(config: Config, path: str | Path, world: World, *, weights: bool = True) -> Any:

@@ -12,7 +12,6 @@ The estimate of a micro-batch is that of its slowest rank: rows * width * (linea
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,12 +56,13 @@ def plan_segments(
             f"segment {int(lengths.argmax())}: {longest} tokens exceed learner.row_tokens = {row_tokens}"
         )
     bound = row_tokens * rows_per_micro_batch
-    best, least, seen = None, np.inf, 0
-    for count in range(1, CLASSES + 1 if masked else 2):
-        classes = _classes(lengths, count)
-        if len(classes) == seen:  # nothing is that short
-            continue
-        seen = len(classes)
+    # How often a segment's length can be doubled without exceeding the longest.
+    level = np.zeros(len(lengths), dtype=np.int64)
+    for halvings in range(1, CLASSES if masked else 1):
+        level += lengths <= longest >> halvings
+    best, least = None, np.inf
+    for last in np.unique(level):  # lengths in (L/2, L], (L/4, L/2], ..., and the rest
+        classes = [np.flatnonzero(np.minimum(level, last) == each) for each in np.unique(np.minimum(level, last))]
         parts = []
         for members in classes:
             width = int(lengths[members].max())
@@ -72,14 +72,6 @@ def plan_segments(
             best, least = (classes, parts), cost
     assert best is not None
     return _merge(len(lengths), *best)
-
-
-def _classes(lengths: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
-    """Indices of the segments of each class, longest first: lengths in (L/2, L], (L/4, L/2], ..., and the rest."""
-    longest = int(lengths.max())
-    edges = [longest, *(longest >> step for step in range(1, count)), 0]
-    found = [np.flatnonzero((lengths <= high) & (lengths > low)) for high, low in pairwise(edges)]
-    return [members for members in found if len(members)]
 
 
 def _cost(lengths: NDArray[np.int64], part: _core.Plan, ranks: int, linear_cost: float) -> float:

@@ -158,7 +158,7 @@ class Learner:
                 self._linear_cost,
                 masked=self._attention == SDPA,
             )
-            world.agree("batch and plan", (int(plan.hash) ^ batch.checksum()) & (2**64 - 1))
+            world.agree("batch and plan", int(plan.hash) ^ batch.checksum())
             micro = micro_batches(batch, plan, world.rank, world.device, self._attention)
             work = Work(batch, plan, micro, clock, recorded=config.telemetry.keep_trajectories > 0)
             work.metrics.update(describe(batch, config.env.success_reward))

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sao.errors import LearnerError
@@ -81,15 +80,13 @@ class World:
         return tensor
 
     def agree(self, what: str, number: int) -> None:
-        """Checks that an unsigned 64-bit number is the same on every rank. Raises `LearnerError` on all if not."""
+        """Checks that 63 bits of a number are the same on every rank. Raises `LearnerError` on all if not."""
         if self.size == 1:
             return
-        mine = torch.from_numpy(np.array([number], dtype=np.uint64).view(np.int64))
-        all_ranks = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(all_ranks, mine)
-        numbers = [int(other.numpy().view(np.uint64)[0]) for other in all_ranks]
-        if len(set(numbers)) > 1:
-            raise LearnerError(f"{what}: ranks differ: {[f'{value:016x}' for value in numbers]}")
+        number &= 2**63 - 1
+        most, least = self.largest(torch.tensor([number, -number])).tolist()
+        if most != -least:
+            raise LearnerError(f"{what}: ranks differ: this one has {number:016x}")
 
     def share(self, value: list[int]) -> list[int]:
         """Sends a list of integers from rank 0 to all ranks; `value` counts on rank 0 only."""
@@ -112,14 +109,12 @@ class World:
         if self.size == 1:
             return frames
         sizes = self.share([memoryview(frame).nbytes for frame in frames] if self.rank == 0 else [])
-        starts = np.concatenate([[0], np.cumsum([-(-size // _ALIGN) * _ALIGN for size in sizes])]).astype(int)
-        blob = torch.zeros(int(starts[-1]), dtype=torch.uint8)
-        view: NDArray[np.uint8] = blob.numpy()
+        padded = [-(-size // _ALIGN) * _ALIGN for size in sizes]
+        blob = torch.zeros(sum(padded), dtype=torch.uint8)
+        views = [part.numpy()[:size] for part, size in zip(blob.split(padded), sizes, strict=True)]
         if self.rank == 0:
-            for frame, start, size in zip(frames, starts, sizes, strict=False):
-                view[start : start + size] = np.frombuffer(frame, dtype=np.uint8)
+            for view, frame in zip(views, frames, strict=True):
+                view[:] = np.frombuffer(frame, dtype=np.uint8)
         if blob.numel():
             dist.broadcast(blob, 0)
-        if self.rank == 0:
-            return frames
-        return [view[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        return frames if self.rank == 0 else views
