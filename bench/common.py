@@ -88,7 +88,7 @@ def agentic_lengths(n: int, seed: int, low: int = 10, high: int = 200_000) -> np
     return np.clip(np.exp(mean + spread * rng.standard_normal(n)), low, high).astype(np.int64)
 
 
-def reasoning_lengths(n: int, seed: int) -> np.ndarray:
+def reasoning_lengths(n: int, seed: int = 0) -> np.ndarray:
     """Log-normal lengths around 8000 tokens, at most 32,768."""
     rng = np.random.default_rng(seed)
     return np.clip(np.exp(np.log(8000.0) + 0.8 * rng.standard_normal(n)), 10, 32768).astype(np.int64)

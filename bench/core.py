@@ -22,18 +22,80 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import reasoning_lengths
 
-from sao import measure as bench
+from sao import _core
 from sao.measure import workloads
-from sao.measure.measure import Row, machine, row, shown_rate, shown_time, times_us
+from sao.measure.measure import Row, machine, row, times_us
+from sao.measure.report import TOPICS, shown_rate, shown_time
 
 RESULTS = Path(__file__).parent / "results"
 
 
+def held(quick: bool) -> Iterator[Row]:
+    """A new version over thousands held, and a take by task."""
+    for n, versions in ((256, 2), (2_048, 16), (16_384, 128), (16_384, 8)):
+        yield _retire_and_take(n, versions, 20 if quick else 200)
+    for n in (2_048, 16_384, 50_000):
+        yield from _take_by_task(n, 20 if quick else 200)
+
+
+def _retire_and_take(held: int, versions: int, repetitions: int) -> Row:
+    """A step of a learner: the oldest of `versions` goes, 64 are taken; then the buffer is filled again."""
+    core = _core.Buffer(held, 1 << 30)
+    header, payload = b"h" * 300, b"p" * 700
+    durations, retired = [], []
+    for i in range(held):
+        core.put(header, payload, min_version=i * versions // held)
+    for version in range(1, repetitions + 1):
+        begin = time.perf_counter_ns()
+        retired.append(len(core.advance(version + versions - 1, version)))
+        leases = core.take(64)
+        durations.append((time.perf_counter_ns() - begin) / 1e3)
+        for lease in leases:
+            lease.commit()
+        for _ in range(held - len(core)):
+            core.put(header, payload, min_version=version + versions - 1)
+    note = f"{int(np.median(retired))} retired"
+    return row(
+        "retire a version + take 64", f"{held} held, {versions} versions", "sao", np.array(durations), 1, "step", note
+    )
+
+
+def _take_by_task(held: int, repetitions: int) -> Iterator[Row]:
+    """64 of all that is held: the first in order, those of the oldest tasks (a windowed FIFO), those of any tasks.
+
+    They finish in another order than their tasks were started, over 8 versions. What was taken is replaced, outside of
+    what is measured.
+    """
+    chance = np.random.default_rng(0)
+    core = _core.Buffer(held + 64, 1 << 30)
+    live: list[int] = []
+
+    def put(tasks: list[int]) -> None:
+        for task in tasks:
+            core.put(b"h" * 300, b"p" * 700, min_version=task * 8 // held, task=task)
+        live[:] = sorted(live + tasks)
+
+    put(chance.permutation(held).tolist())
+    for how in ("", " of the oldest tasks", " of any tasks"):
+        durations = []
+        for _ in range(repetitions):
+            asked = live[:64] if "oldest" in how else chance.choice(live, 64, replace=False).tolist()
+            begin = time.perf_counter_ns()
+            leases = core.take(asked if how else 64)
+            durations.append((time.perf_counter_ns() - begin) / 1e3)
+            gone = {lease.task for lease in leases}
+            for lease in leases:
+                lease.commit()
+            live[:] = [task for task in live if task not in gone]
+            put([live[-1] + 1 + i for i in range(64)])
+        note = "looks at every key" if how else ""
+        yield row(f"take 64{how}", f"{held} held", "sao", np.array(durations), 1, "take", note)
+
+
 def queues(quick: bool) -> Iterator[Row]:
     """In one process, two producers, one consumer: `queue.Queue` and the buffer, one by one and in batches."""
-    from sao import _core
-
     count = 20_000 if quick else 100_000
 
     def hand_over(how: str, put: Callable[[], Any], take: Callable[[], int]) -> Row:
@@ -70,8 +132,6 @@ def queues(quick: bool) -> Iterator[Row]:
 
 def busy_thread(quick: bool) -> Iterator[Row]:
     """A put while another Python thread computes."""
-    from sao import _core
-
     stop = threading.Event()
 
     def busy() -> None:
@@ -149,7 +209,7 @@ def packers(quick: bool) -> Iterator[Row]:
     """seqpacker and lightbinpack, the fastest two strategies of each; lightbinpack takes and gives lists."""
     for name, lengths_of, capacity in (
         ("agentic", workloads.agentic_lengths, 200_000),
-        ("reasoning", workloads.reasoning_lengths, 32_768),
+        ("reasoning", reasoning_lengths, 32_768),
     ):
         for n in (512, 8_192) if quick else (512, 8_192, 131_072):
             lengths = lengths_of(n)
@@ -273,7 +333,7 @@ def _ray(size: int, tokens: int, count: int) -> Row:
 
 
 PEERS: dict[str, tuple[Callable[[bool], Iterator[Row]], ...]] = {
-    "buffer": (queues, busy_thread),
+    "buffer": (held, queues, busy_thread),
     "pack": (packers,),
     "wire": (codecs,),
     "transport": (processes,),
@@ -282,12 +342,12 @@ PEERS: dict[str, tuple[Callable[[bool], Iterator[Row]], ...]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("topics", nargs="*", choices=[*bench.TOPICS, []], help="default: all")
+    parser.add_argument("topics", nargs="*", choices=[*TOPICS, []], help="default: all")
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
-    for topic in arguments.topics or bench.TOPICS:
+    for topic in arguments.topics or TOPICS:
         described = machine()
-        rows = list(bench.run(topic, quick=arguments.quick))
+        rows = list(TOPICS[topic](arguments.quick))
         for peer in PEERS.get(topic, ()):
             rows += peer(arguments.quick)
         print(f"\n{topic}")

@@ -17,9 +17,16 @@ import numpy as np
 from common import agentic_lengths, median, reasoning_lengths, report, seconds
 
 from sao import pack, plan
-from sao.measure.parts import evenness
 
 RANKS = 8
+
+
+def evenness(costs: np.ndarray) -> tuple[float, float]:
+    """Of a plan's costs [ranks, micro-batches]: the heaviest rank as a multiple of the mean, and the time in lock step
+    (each micro-batch takes as long as its slowest rank) as a multiple of a perfect split.
+    """
+    total = costs.sum(axis=1)
+    return float(total.max() / total.mean()), float(len(costs) * costs.max(axis=0).sum() / costs.sum())
 
 
 def python_first_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:

@@ -149,7 +149,7 @@ def bench(
         list[str] | None,
         typer.Argument(
             metavar="TOPIC",
-            help="buffer, pack, advantage, wire, ledger, transport or weights; default: all",
+            help="buffer, pack, advantage, wire, transport or weights; default: all",
             show_default=False,
         ),
     ] = None,

@@ -1,4 +1,4 @@
-"""Repeated calls, their percentiles, the machine they ran on, and the table that shows them."""
+"""Repeated calls, their percentiles, and the machine they ran on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,19 +15,7 @@ from typing import Any
 
 import numpy as np
 
-PACKAGES = [
-    "sao",
-    "numpy",
-    "torch",
-    "numba",
-    "pyzmq",
-    "msgspec",
-    "seqpacker",
-    "lightbinpack",
-    "id-echo",
-    "faster-fifo",
-    "ray",
-]
+PACKAGES = ["sao", "numpy", "torch", "numba", "pyzmq", "msgspec", "seqpacker", "lightbinpack", "faster-fifo", "ray"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +48,6 @@ def times_us(
     for _ in range(warm):
         call()
     durations: list[int] = []
-    was_on = gc.isenabled()
     gc.disable()
     try:
         end = time.perf_counter() + budget_s
@@ -69,8 +57,7 @@ def times_us(
             durations.append(time.perf_counter_ns() - begin)
             del result
     finally:
-        if was_on:
-            gc.enable()
+        gc.enable()
     return np.array(durations) / 1e3
 
 
@@ -84,20 +71,14 @@ def row(
 
 def machine() -> dict[str, Any]:
     """Processor, cores, memory, load and versions, so that a number can be read later."""
-    cpu, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
-    if info.exists():
-        models = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        cpu = models[0] if models else cpu
+    info = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    models = [line.partition(":")[2].strip() for line in info if line.startswith("model name")]
     found = {}
     for name in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return {
-        "cpu": cpu,
+        "cpu": models[0] if models else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "load_1min": round(os.getloadavg()[0], 2),
@@ -105,21 +86,3 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         **found,
     }
-
-
-def shown_time(us: float) -> str:
-    """A duration with the unit that suits it."""
-    for limit, unit, factor in ((1e3, "us", 1.0), (1e6, "ms", 1e3)):
-        if us < limit:
-            return f"{us / factor:.3g} {unit}"
-    return f"{us / 1e6:.3g} s"
-
-
-def shown_rate(rate: float, unit: str) -> str:
-    """A rate with the prefix that suits it."""
-    if not rate:
-        return ""
-    for limit, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if rate >= limit:
-            return f"{rate / limit:.3g} {prefix}{unit}/s"
-    return f"{rate:.3g} {unit}/s"

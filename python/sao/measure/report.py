@@ -1,9 +1,9 @@
-"""What `sao bench` prints: one table a topic, and the same as a file."""
+"""The topics of `sao bench`, and what it prints: one table a topic, and the same as a file."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,28 +11,56 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sao import measure as bench
 from sao.errors import ConfigError
-from sao.measure.measure import Row, machine, shown_rate, shown_time
+from sao.measure import parts
+from sao.measure.measure import Row, machine
+from sao.measure.transport import transport
+
+TOPICS: dict[str, Callable[[bool], Iterator[Row]]] = {
+    "buffer": parts.buffer,
+    "pack": parts.pack,
+    "advantage": parts.advantage,
+    "wire": parts.wire,
+    "transport": transport,
+    "weights": parts.weights,
+}
+"""Each gives its rows as they are measured; true: fewer repetitions, smaller largest sizes."""
 
 
 def show(topics: Sequence[str], *, quick: bool = False, json_file: Path | None = None) -> None:
     """Measures and prints; all topics if none is named. Raises `ConfigError` for an unknown one, before it measures."""
-    for topic in topics:
-        if topic not in bench.TOPICS:
-            raise ConfigError(f"topic: {topic!r} is not one of {', '.join(bench.TOPICS)}")
+    if unknown := next((topic for topic in topics if topic not in TOPICS), None):
+        raise ConfigError(f"topic: {unknown!r} is not one of {', '.join(TOPICS)}")
     console = Console()
     if not console.is_terminal:
         console = Console(width=150)
     described, found = machine(), {}
-    for topic in topics or bench.TOPICS:
+    for topic in topics or TOPICS:
         with console.status(f"measuring {topic}"):
-            rows = list(bench.run(topic, quick=quick))
+            rows = list(TOPICS[topic](quick))
         found[topic] = [asdict(row) | {"per_s": row.per_s} for row in rows]
         console.print(_table(topic, rows))
     console.print(", ".join(f"{name} {value}" for name, value in described.items()), style="dim", highlight=False)
     if json_file:
         json_file.write_text(json.dumps({"machine": described, "topics": found}, indent=1) + "\n")
+
+
+def shown_time(us: float) -> str:
+    """A duration with the unit that suits it."""
+    for limit, unit, factor in ((1e3, "us", 1.0), (1e6, "ms", 1e3)):
+        if us < limit:
+            return f"{us / factor:.3g} {unit}"
+    return f"{us / 1e6:.3g} s"
+
+
+def shown_rate(rate: float, unit: str) -> str:
+    """A rate with the prefix that suits it."""
+    if not rate:
+        return ""
+    for limit, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if rate >= limit:
+            return f"{rate / limit:.3g} {prefix}{unit}/s"
+    return f"{rate:.3g} {unit}/s"
 
 
 def _table(topic: str, rows: Sequence[Row]) -> Table:

@@ -19,12 +19,6 @@ def agentic_lengths(n: int, seed: int = 0, low: int = 10, high: int = 200_000) -
     return np.clip(np.exp(mean + spread * rng.standard_normal(n)), low, high).astype(np.int64)
 
 
-def reasoning_lengths(n: int, seed: int = 0) -> NDArray[np.int64]:
-    """Log-normal lengths around 8000 tokens, at most 32,768."""
-    rng = np.random.default_rng(seed)
-    return np.clip(np.exp(np.log(8000.0) + 0.8 * rng.standard_normal(n)), 10, 32768).astype(np.int64)
-
-
 def turns(n: int, rng: np.random.Generator) -> NDArray[np.bool_]:
     """Action mask of a multi-turn segment: observations of about 700 tokens, answers of about 300; the last is one."""
     mask, position, action = np.zeros(n, np.bool_), 0, False
