@@ -122,13 +122,16 @@ class CriticUpdate:
     ) -> tuple[Floats, Floats, NDArray[np.float64]]:
         """Advantages, targets (float32[N]) and lambdas (float64[T]) from the native kernel, equal on all ranks."""
         algorithm, batch = self.config.algorithm, work.batch
-        settings = ("gamma", "lambda_alpha", "lambda_critic", "cross_segment", "skip_observations")
         with work.clock.of("advantages"):
             return estimate_advantages(
                 values,
                 *(batch.action_mask, batch.segment_offsets, batch.trajectory_offsets, batch.rewards),
+                gamma=algorithm.gamma,
                 lambda_policy=None if isinstance(algorithm.lambda_policy, str) else algorithm.lambda_policy,
+                lambda_alpha=algorithm.lambda_alpha,
+                lambda_critic=algorithm.lambda_critic,
+                cross_segment=algorithm.cross_segment,
+                skip_observations=algorithm.skip_observations,
                 bootstrap=bootstrap,
                 turn_rewards=batch.turn_rewards,
-                **{name: getattr(algorithm, name) for name in settings},
             )
