@@ -17,6 +17,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -163,11 +164,47 @@ def kernel() -> Iterator[Callable[[], Measured]]:
         yield timed(f"advantages, {len(mask)} tokens", call, times)
 
 
+def learner_step() -> Iterator[Callable[[], Measured]]:
+    """A step of the learner on 128 rollouts of the quickstart's size, all causes together."""
+    from learner import make_config, make_model, make_rollouts
+
+    from sao.learner.step import Learner
+
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder), width=64, layers=2, vocabulary=48, context=128)
+        sampling = {"context_tokens": 64, "max_response_tokens": 6}
+        learner = Learner(make_config(Path(folder), sampling=sampling, learner={"row_tokens": 128}))
+        rollouts = make_rollouts(np.random.default_rng(1).integers(16, 25, 128), 48)
+
+        def step() -> None:
+            learner.version = 0  # that of the rollouts: none is ever too old
+            learner.step(rollouts)
+
+        yield timed("learner step, 128 rollouts", step)
+
+
+def quickstart() -> Iterator[Callable[[], Measured]]:
+    """The steps of a short run of the quickstart, wall clock: median of 20, the first 10 (critic warm-up) left out."""
+    example = HERE.parents[1] / "examples" / "quickstart"
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        subprocess.run([sys.executable, example / "make_model.py", model], check=True, capture_output=True)
+        settings = [f"run.dir='{folder}'", f"model.path='{model}'", "run.steps=30", "eval.every_steps=0"]
+        command = [sys.executable, "-m", "sao", "train", str(example / "run.toml"), *settings]
+        subprocess.run(command, check=True, capture_output=True, timeout=500, cwd=folder)
+        [metrics] = Path(folder).glob("*/metrics.jsonl")
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    found = sorted(line["time/step_s"] for line in lines if "time/step_s" in line and line.get("step", 0) > 10)
+    yield lambda: {"quickstart step": median(found) * 1e9}
+
+
 SECTIONS: dict[str, Callable[[], Iterator[Callable[[], Measured]]]] = {
     "buffer": buffer,
     "wire": wire,
     "packing": packing,
     "kernel": kernel,
+    "learner": learner_step,
+    "quickstart": quickstart,
 }
 
 
