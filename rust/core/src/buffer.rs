@@ -4,8 +4,8 @@
 //! leased trajectory that somebody still reads counts. Producers and consumers wait parked, first come first served.
 //! Nothing vanishes: what came in is ready, leased, committed or dropped under a reason.
 //!
-//! A `put` that has room does not wait for whoever has the index: it reserves by atomics, copies, and hands over through
-//! a list with a mutex of its own. Consumers move what is in that list into the index under theirs.
+//! A `put` that has room waits for nobody: it reserves by atomics, copies, and hands over through a lock-free queue.
+//! Consumers move what is in that queue into the index, which has a mutex.
 //! `docs/explanation/concurrency.md` says what waits for what.
 
 use std::sync::Arc;

@@ -150,8 +150,6 @@ pub(crate) struct Index<T> {
     pub(crate) putters: VecDeque<Arc<Ticket>>,
     /// Of the first of `takers`.
     watch: Option<Watch>,
-    /// Memory for what arrives next.
-    pub(crate) spare: Vec<Arrival<T>>,
 }
 
 impl<T> Index<T> {
@@ -167,7 +165,6 @@ impl<T> Index<T> {
             takers: VecDeque::new(),
             putters: VecDeque::new(),
             watch: None,
-            spare: Vec::new(),
         }
     }
 

@@ -8,7 +8,9 @@ use crate::buffer::index::{Arrival, Event, Index, Leased, Side, Ticket, Want};
 use crate::buffer::limits::{Label, Limits, Policy, NO_TASK};
 use crate::buffer::pool::Pool;
 use crate::error::{Error, Result};
-use crate::sync::{fence, lock, AtomicBool, AtomicUsize, Condvar, Mutex, MutexGuard, Ordering};
+use crate::sync::{
+    fence, lock, AtomicBool, AtomicUsize, Condvar, Mutex, MutexGuard, Ordering, SegQueue,
+};
 use crate::wait::Pace;
 
 /// Bytes of the budget; given back when dropped. Never dropped under the lock.
@@ -83,11 +85,9 @@ pub(crate) struct Shared {
     pub(crate) limits: Limits,
     pub(crate) budget: Budget,
     pub(crate) pool: Pool,
-    /// What has come in and is not in the index yet, in order of completion. Its mutex is held to move a few numbers, so a
-    /// producer does not wait for a consumer that has the index.
-    arrivals: Mutex<Vec<Arrival<Arc<Item>>>>,
-    /// Whether there may be some.
-    arrived: AtomicBool,
+    /// What has come in and is not in the index yet, in order of completion. Lock-free: a producer waits neither for
+    /// another one nor for a consumer that has the index.
+    arrivals: SegQueue<Arrival<Arc<Item>>>,
     /// As `Index::closed`, for those who do not hold the lock.
     pub(crate) closed: AtomicBool,
     /// Lengths of the queues, for those who do not hold the lock.
@@ -102,8 +102,7 @@ impl Shared {
             limits,
             budget: Budget::new(limits.max_trajectories, limits.max_bytes),
             pool: Pool::new(),
-            arrivals: Mutex::new(Vec::new()),
-            arrived: AtomicBool::new(false),
+            arrivals: SegQueue::new(),
             closed: AtomicBool::new(false),
             waiting_takes: AtomicUsize::new(0),
             waiting_puts: AtomicUsize::new(0),
@@ -125,27 +124,16 @@ impl Shared {
     /// Hands a trajectory over to whoever has the index next.
     pub(crate) fn hand_over(&self, item: Arc<Item>) {
         let (label, bytes) = (item.label, item.charge.bytes);
-        let mut arrivals = lock(&self.arrivals);
-        arrivals.push(Arrival { label, bytes, item });
-        self.arrived.store(true, Ordering::Relaxed); // seen by others after a fence or the lock
+        self.arrivals.push(Arrival { label, bytes, item });
     }
 
     /// Moves what has come in into the index; on a closed buffer it gives it out to be dropped without the lock.
     #[must_use = "to be dropped without the lock"]
     pub(crate) fn collect(&self, index: &mut Index<Arc<Item>>) -> Vec<Arc<Item>> {
-        if !self.arrived.load(Ordering::Relaxed) {
-            return Vec::new();
-        }
-        let mut arrived = std::mem::take(&mut index.spare);
-        let mut arrivals = lock(&self.arrivals);
-        std::mem::swap(&mut arrived, &mut arrivals);
-        self.arrived.store(false, Ordering::Relaxed);
-        drop(arrivals);
+        let arrived = std::iter::from_fn(|| self.arrivals.pop());
         let late: Vec<_> = arrived
-            .drain(..)
             .filter_map(|arrival| index.arrive(arrival))
             .collect();
-        index.spare = arrived;
         self.budget.release_places(late.len());
         late
     }
