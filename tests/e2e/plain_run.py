@@ -15,9 +15,9 @@ PLAIN = Path(__file__).with_name("plain_learner.py")
 real = launch.learner
 
 
-def learner(config: Config, places: launch.Places, rank: int) -> Command:
+def learner(config: Config, places: launch.Places, rank: int, torchrun: bool = False) -> Command:
     """The command of the real learner, run by the plain one."""
-    command = real(config, places, rank)
+    command = real(config, places, rank, torchrun)
     return replace(command, argv=(sys.executable, str(PLAIN), *command.argv[3:]))
 
 

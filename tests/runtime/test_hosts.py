@@ -65,12 +65,12 @@ def test_missing_and_open_keys_are_found_before_a_run(tmp_path: Path) -> None:
         preflight.check(resolved)
     (tmp_path / "k").mkdir(mode=0o755)
     with pytest.raises(ConfigError, match=r"transport\.keys: .*/k must belong to this user"):
-        preflight.check(resolved, alone=True)
+        preflight.check(resolved, role="broker")
 
 
 def test_a_broker_alone_needs_no_model(tmp_path: Path) -> None:
     text = f"[transport]\nbind = 'tcp://127.0.0.1:5000'\n[run]\ndir = '{tmp_path}'\n"
     resolved = config.load(run_file(tmp_path, text))
-    preflight.check(resolved, alone=True)
+    preflight.check(resolved, role="broker")
     with pytest.raises(ConfigError, match=r"model\.path: m is not a folder"):
         preflight.check(resolved)

@@ -97,7 +97,7 @@ def test_a_port_for_prometheus_that_is_taken_is_a_fault(run_file):
         port = other.getsockname()[1]
         (found,) = faults(run_file, f"telemetry.prometheus_port={port}")
         served = config.load(run_file, [f"telemetry.prometheus_port={port}"])
-        preflight.check(served, run_folder=False)  # `sao eval` beside the run that serves it
+        preflight.check(served, role="eval")  # `sao eval` beside the run that serves it
     assert found.startswith(f"telemetry.prometheus_port: {port} on 127.0.0.1 cannot be had: ")
     preflight.check(served)  # given back, and not kept by looking
 

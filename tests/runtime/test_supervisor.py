@@ -14,7 +14,6 @@ import pytest
 
 from sao.config import parse
 from sao.runtime import supervisor
-from sao.transport.messages import StepReport
 
 SCRIPT = Path(__file__).with_name("run_supervisor.py")
 LIMIT_S = 30.0
@@ -203,7 +202,6 @@ def _log(run: Run, name: str) -> list[str]:
 
 
 def test_a_report_that_fails_does_not_keep_processes_alive(tmp_path):
-    from sao.config import parse
     from sao.runtime import launch
     from sao.runtime.supervisor import Supervisor
 
@@ -225,7 +223,6 @@ def test_a_report_that_fails_does_not_keep_processes_alive(tmp_path):
 
 
 def test_signal_handlers_are_put_back(tmp_path):
-    from sao.config import parse
     from sao.runtime import launch
     from sao.runtime.supervisor import Supervisor
 
@@ -240,24 +237,23 @@ def test_signal_handlers_are_put_back(tmp_path):
     assert not [child for child in psutil.Process(os.getpid()).children() if "sleep" in child.name()]
 
 
-def test_who_dies_at_the_same_step_each_time_is_not_started_for_ever(tmp_path, monkeypatch):
+def test_who_dies_at_the_same_step_each_time_is_not_started_for_ever(monkeypatch):
     now = 0.0
     monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now))
-    run = supervisor.Supervisor(
-        parse({"model": {"path": "m"}, "env": {"name": "recall"}}), None, tmp_path, lambda kind, fields: None
-    )
+    limit = supervisor.Restarts()
 
     def restarts(name: str, step: int, times: int) -> list[bool]:
         nonlocal now
         answers = []
         for _ in range(times):
             now += supervisor.RESTART_WINDOW_S  # slower than the limit on starts lately
-            run._last_step = 0  # it went back
-            run._on_push(StepReport(step, {}))
+            limit.step(step)
             now += 1.0
-            answers.append(run._may_restart(name))
+            answers.append(limit.permit(name))
         return answers
 
     assert restarts("learner", 3, 5) == [True, True, True, False, False]
+    assert limit.described("learner") == " 4 times since step 3"
     assert restarts("learner", 4, 1) == [True]  # further than ever
     assert restarts("g0", 4, 9) == [True] * 9  # the others go on without it
+    assert limit.described("broker") == ""

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -71,13 +71,8 @@ class Finding:
 
 def show(console: Console | None = None) -> bool:
     """Prints the table; returns whether training can start here."""
-    console = console or Console(highlight=False)
     found = findings()
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for finding in found:
-        style = STYLES[finding.state]
-        table.add_row(Text(finding.state, style), Text(finding.subject, "bold"), Text(finding.text))
-    console.print(table)
+    _table([(Text(one.state, STYLES[one.state]), Text(one.subject, "bold"), Text(one.text)) for one in found], console)
     return all(finding.state != "fault" for finding in found)
 
 
@@ -86,27 +81,22 @@ def show_run(endpoint: str, keys: Path | None = None, console: Console | None = 
 
     Raises `Error` that says why there is no answer.
     """
-    console = console or Console(highlight=False)
-    found = hosts.ask(endpoint, "snapshot", "doctor", keys=keys, wait_s=RUN_PROBE_S)
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in found.items():
-        table.add_row(Text(name.replace("_", " "), "bold"), Text(json.dumps(value) if value is not None else "-"))
-    console.print(table)
+    found = hosts.snapshot(endpoint, "doctor", keys=keys, wait_s=RUN_PROBE_S)
+    values = {name: Text("-" if value is None else json.dumps(value)) for name, value in found.items()}
+    _table([(Text(name.replace("_", " "), "bold"), value) for name, value in values.items()], console)
     return not (found.get("done") or {}).get("failed")
+
+
+def _table(rows: Sequence[tuple[Text, ...]], console: Console | None) -> None:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*row)
+    (console or Console(highlight=False)).print(table)
 
 
 def findings() -> list[Finding]:
     """All checks in order. Removes what killed runs left behind."""
-    checks: tuple[Callable[[], list[Finding]], ...] = (
-        _python,
-        _core,
-        _torch,
-        _packages,
-        _sandbox,
-        _machine,
-        _sockets,
-        _leftovers,
-    )
+    checks = (_python, _core, _torch, _packages, _sandbox, _machine, _sockets, _leftovers)
     return [finding for check in checks for finding in check()]
 
 
@@ -211,9 +201,5 @@ def _reachable(kind: str, endpoint: str) -> Finding:
 
 
 def _leftovers() -> list[Finding]:
-    gone = folders.remove_stale()
-    return (
-        [Finding("leftovers", "note", f"removed {', '.join(map(str, gone))}, left by runs that were killed")]
-        if gone
-        else []
-    )
+    gone = ", ".join(map(str, folders.remove_stale()))
+    return [Finding("leftovers", "note", f"removed {gone}, left by runs that were killed")] if gone else []

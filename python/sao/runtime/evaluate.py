@@ -46,7 +46,7 @@ def evaluate(config: Config) -> Result:
 
     Raises `ConfigError` before anything is loaded, `EngineError` when the engine fails.
     """
-    preflight.check(config, run_folder=False)
+    preflight.check(config, role="eval")
     player = make_player(config, derive_seed(config.run.seed, "eval", 0), "eval")
     return asyncio.run(_play_all(config, player))
 

@@ -23,6 +23,8 @@ class Places:
     weights_folder: Path
     store: Path
     endpoint: str
+    config: Path | None = None
+    """The configuration of an actor on another host; those of `sao train` read the run folder's."""
     lock: int | None = None
     """Handle by which the actors hold the run folder."""
     start: int = 0
@@ -42,12 +44,13 @@ class Places:
         return cls(config.folder.resolve(), weights_folder, sockets_folder / "ranks", endpoint, **more)
 
     def number(self, incarnation: int) -> int:
-        """What the `incarnation`-th process of a generator in this start of the run is told as its incarnation."""
+        """The incarnation, unique in the run, of the `incarnation`-th process of a generator in this start of it."""
         return self.start * INCARNATIONS + incarnation
 
     def arguments(self) -> tuple[str, ...]:
         """The flags that every actor takes."""
-        return ("--run-folder", str(self.run_folder), "--endpoint", self.endpoint)
+        found = ("--run-folder", str(self.run_folder), "--endpoint", self.endpoint)
+        return (*found, "--config", str(self.config)) if self.config else found
 
 
 def broker(config: Config, places: Places) -> Command:
@@ -58,33 +61,35 @@ def broker(config: Config, places: Places) -> Command:
     return _command("broker", "broker", (*_module("sao.broker", places), *resume), _environment(1), places)
 
 
-def generator(config: Config, places: Places, index: int, incarnation: int) -> Command:
-    """Generator number `index`; `incarnation` counts its starts in this start of the run, from 0.
+def generator(config: Config, places: Places, index: int, incarnation: int, name: str = "") -> Command:
+    """Generator number `index` of this host; `incarnation` counts its starts in this start of the run, from 0.
 
-    It is told a number that no process of this name had before, in any start of the run, so its draws are new.
+    It gets a number that no process of its name had before, in any start of the run, so its draws are new.
     """
-    name, number = f"g{index}", str(places.number(incarnation))
-    argv = (*_module("sao.generator", places), "--name", name, "--incarnation", number, "--index", str(index))
+    name = name or f"g{index}"
+    own_weights = ("--weights-folder", str(places.weights_folder)) if places.config else ()
+    argv = (*_module("sao.generator", places), "--name", name, "--index", str(index), *own_weights)
+    argv += ("--incarnation", str(places.number(incarnation)))
     return _command("generator", name, argv, _environment(config.generator.threads), places)
 
 
-def learner(config: Config, places: Places, rank: int) -> Command:
-    """One rank of the learner. The variables are those of torchrun, but ranks meet at a file in the private folder.
+def learner(config: Config, places: Places, rank: int, torchrun: bool = False) -> Command:
+    """One rank of the learner. The variables are those of torchrun, but ranks meet at a file in the private folder:
+    torchrun's own store listens on every network interface, a file does not (`docs/decisions/learner-launch.md`).
 
-    torchrun's own store listens on every network interface; a file does not (`docs/decisions/learner-launch.md`).
+    With `torchrun`, which has set them already, ranks meet where and over which networks it says.
     """
     ranks = config.learner.ranks
     name = "learner" if ranks == 1 else f"learner-{rank}"
-    argv = (
-        *_module("sao.learner", places),
-        *("--weights-folder", str(places.weights_folder), "--store", str(places.store)),
-        *(("--checkpoint", str(places.checkpoint)) if places.checkpoint else ()),
-    )
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    environment = (
-        _environment(config.learner.threads) | {key: str(value) for key, value in variables.items()} | loopback
-    )
+    argv = (*_module("sao.learner", places), "--weights-folder", str(places.weights_folder))
+    environment = _environment(config.learner.threads)
+    if not torchrun:
+        argv += ("--store", str(places.store))
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        environment |= {key: str(value) for key, value in variables.items()}
+        environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    if places.checkpoint:
+        argv += ("--checkpoint", str(places.checkpoint))
     return _command("learner", name, argv, environment, places)
 
 
@@ -95,11 +100,6 @@ def everything(config: Config, places: Places) -> list[Command]:
     generators = [generator(config, places, index, 0) for index in range(config.generator.count)]
     ranks = [learner(config, places, rank) for rank in range(config.learner.ranks)]
     return [broker(config, places), *ranks, *generators]
-
-
-def threads(config: Config) -> int:
-    """CPU threads that the actors may use in all."""
-    return config.generator.count * config.generator.threads + config.learner.ranks * config.learner.threads
 
 
 def available_cpus() -> int:

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 from sao.config import Config
 from sao.envs import registry
@@ -17,47 +17,35 @@ from sao.runtime import resume as resuming
 from sao.telemetry import prometheus
 from sao.transport.keys import client_keys, server_keys
 
-ENGINE_PACKAGES = {
-    "torch": ("train", ("torch", "transformers", "safetensors")),
-    "vllm": ("vllm", ("torch", "transformers", "safetensors", "vllm")),
-    "scripted": ("train", ("torch", "transformers", "safetensors")),
-}
+Role = Literal["run", "broker", "learner", "generator", "eval"]
+"""What is about to be started here: a whole run, a part of a run that goes on elsewhere, or an evaluation."""
+PACKAGES: Final = ("torch", "transformers", "safetensors")
 
 
-def check(
-    config: Config, *, overwrite: bool = False, run_folder: bool = True, resume: bool = False, alone: bool = False
-) -> list[str]:
+def check(config: Config, *, role: Role = "run", overwrite: bool = False, resume: bool = False) -> list[str]:
     """Raises `ConfigError` that lists all faults; returns warnings, things that work but are probably not meant.
 
-    Without `run_folder` nothing is recorded (`sao eval`): neither the run's folder nor the port of its numbers matters.
-    With `resume` the folder must hold the run. A broker `alone` needs neither the model nor the environment's packages.
+    With `resume` the run's folder must hold the run; otherwise it must be free, or hold a run and `overwrite` be given.
     """
-    faults = keys(config) + (metrics_port(config) if run_folder else [])
-    faults += (
-        []
-        if alone
-        else [
-            *packages(config),
-            *model_folder("model.path", Path(config.model.path)),
-            *(
-                model_folder("learner.critic_path", Path(config.learner.critic_path))
-                if config.learner.critic_path
-                else []
-            ),
-            *environment(config),
-            *compaction(config),
-        ]
-    )
+    critic, faults = config.learner.critic_path, []
+    if role in ("run", "broker"):
+        faults += _keys(config) + _metrics_port(config)
+    if role != "broker":
+        faults += _packages(config) + model_folder("model.path", config.model.path)
+    if role in ("run", "learner") and critic:
+        faults += model_folder("learner.critic_path", critic)
+    if role in ("run", "generator", "eval"):
+        faults += _environment(config) + compaction(config)
     if resume:
         faults += resuming.faults(config)
-    elif run_folder and (fault := folders.run_folder_fault(config.folder, overwrite=overwrite)):
+    elif role in ("run", "broker") and (fault := folders.run_folder_fault(config.folder, overwrite=overwrite)):
         faults.append(fault)
     if faults:
         raise ConfigError("\n".join(faults))
     return _warnings(config)
 
 
-def keys(config: Config) -> list[str]:
+def _keys(config: Config) -> list[str]:
     """What is wrong with the keys that processes on this host need."""
     transport = config.transport
     try:
@@ -68,27 +56,26 @@ def keys(config: Config) -> list[str]:
     return []
 
 
-def packages(config: Config) -> list[str]:
+def _packages(config: Config) -> list[str]:
     """Packages that the configuration needs and that are not installed, with the extra that brings them."""
-    extra, needed = ENGINE_PACKAGES[config.generator.engine]
-    absent = [name for name in needed if importlib.util.find_spec(name) is None]
-    faults = []
-    if absent:
+    engine, faults = config.generator.engine, []
+    extra, needed = ("vllm", (*PACKAGES, "vllm")) if engine == "vllm" else ("train", PACKAGES)
+    if absent := [name for name in needed if not _installed(name)]:
         faults.append(
-            f"generator.engine: {config.generator.engine!r} needs {', '.join(absent)}, not installed; "
+            f"generator.engine: {engine!r} needs {', '.join(absent)}, not installed; "
             f"install the extra: pip install 'sao[{extra}]'"
         )
-    if config.telemetry.wandb and importlib.util.find_spec("wandb") is None:
+    if config.telemetry.wandb and not _installed("wandb"):
         faults.append("telemetry.wandb: needs wandb, not installed; pip install wandb")
     return faults
 
 
-def metrics_port(config: Config) -> list[str]:
+def _metrics_port(config: Config) -> list[str]:
     """Whether the numbers can be served for Prometheus: its package, and the port, which is tried."""
     port = config.telemetry.prometheus_port
     if port is None:
         return []
-    if importlib.util.find_spec("prometheus_client") is None:
+    if not _installed("prometheus_client"):
         extra = "install the extra: pip install 'sao[tracking]'"
         return [f"telemetry.prometheus_port: needs prometheus_client, not installed; {extra}"]
     try:
@@ -98,8 +85,9 @@ def metrics_port(config: Config) -> list[str]:
     return []
 
 
-def model_folder(field: str, folder: Path, *, tokenizer: bool | None = None) -> list[str]:
-    """What a model folder lacks. The tokenizer and chat template are looked for unless the folder is a critic's."""
+def model_folder(field: str, path: str) -> list[str]:
+    """What a model folder lacks. A critic needs neither tokenizer nor chat template."""
+    folder = Path(path)
     if not folder.is_dir():
         return [f"{field}: {folder} is not a folder"]
     faults = []
@@ -109,7 +97,7 @@ def model_folder(field: str, folder: Path, *, tokenizer: bool | None = None) -> 
         other = sorted(path.name for path in folder.glob("*.bin"))
         hint = f"; {other[0]} is not read, convert it to safetensors" if other else ""
         faults.append(f"{field}: {folder} has no *.safetensors{hint}")
-    if tokenizer if tokenizer is not None else field == "model.path":
+    if field != "learner.critic_path":
         if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             faults.append(f"{field}: {folder} has no tokenizer.json")
         if not _has_chat_template(folder):
@@ -117,7 +105,7 @@ def model_folder(field: str, folder: Path, *, tokenizer: bool | None = None) -> 
     return faults
 
 
-def environment(config: Config) -> list[str]:
+def _environment(config: Config) -> list[str]:
     """What is wrong with the environment's name or arguments: one is made (not reset) and thrown away."""
     try:
         made: Any = registry.make(config.env.name, **config.env.args)
@@ -128,7 +116,7 @@ def environment(config: Config) -> list[str]:
     if not hasattr(made, "play"):
         return []
     faults = []
-    if importlib.util.find_spec("aiohttp") is None:
+    if not _installed("aiohttp"):
         faults.append(f"env.name: {config.env.name!r}: agents need pip install 'sao[agents]'")
     if config.compaction.enabled:
         faults.append(f"compaction.enabled: {config.env.name!r} is an agent, which keeps its own context")
@@ -143,7 +131,7 @@ def compaction(config: Config) -> list[str]:
     part = config.compaction
     if not part.enabled:
         return []
-    faults = model_folder("compaction.summariser", Path(part.summariser), tokenizer=True) if part.summariser else []
+    faults = model_folder("compaction.summariser", part.summariser) if part.summariser else []
     try:
         request, _ = templates(config)
     except ConfigError as error:
@@ -155,7 +143,7 @@ def compaction(config: Config) -> list[str]:
 
 def _tokens(folder: Path, text: str) -> int | None:
     """Length of a text under the folder's tokenizer; None when that cannot be known here."""
-    if importlib.util.find_spec("tokenizers") is None or not (folder / "tokenizer.json").is_file():
+    if not _installed("tokenizers") or not (folder / "tokenizer.json").is_file():
         return None
     from tokenizers import Tokenizer  # of the extra `train`; loads neither torch nor transformers
 
@@ -175,16 +163,24 @@ def _has_chat_template(folder: Path) -> bool:
 
 
 def _warnings(config: Config) -> list[str]:
+    generator, learner, transport, telemetry = config.generator, config.learner, config.transport, config.telemetry
     warnings = []
-    wanted, cpus = launch.threads(config), launch.available_cpus()
-    if wanted > 2 * cpus:
+    threads, cpus = generator.count * generator.threads + learner.ranks * learner.threads, launch.available_cpus()
+    if threads > 2 * cpus:
         warnings.append(
-            f"generator.count * generator.threads + learner.ranks * learner.threads = {wanted} threads on {cpus} CPUs"
+            f"generator.count * generator.threads + learner.ranks * learner.threads = {threads} threads on {cpus} CPUs"
         )
-    if config.transport.allow_remote and config.transport.keys is None:
-        warnings.append(f"transport.bind: {config.transport.bind} is open to the network; peers are not authenticated")
-    for package, what in (("tensorboard", "telemetry.tensorboard"), ("matplotlib", "telemetry.plot")):
-        wanted_here = config.telemetry.tensorboard if package == "tensorboard" else config.telemetry.plot
-        if wanted_here and importlib.util.find_spec(package) is None:
-            warnings.append(f"{what}: {package} is not installed, so it is left out; pip install 'sao[tracking]'")
+    if transport.allow_remote and transport.keys is None:
+        warnings.append(f"transport.bind: {transport.bind} is open to the network; peers are not authenticated")
+    for package, key, wanted in (
+        ("tensorboard", "tensorboard", telemetry.tensorboard),
+        ("matplotlib", "plot", telemetry.plot),
+    ):
+        if wanted and not _installed(package):
+            text = f"{package} is not installed, so it is left out; pip install 'sao[tracking]'"
+            warnings.append(f"telemetry.{key}: {text}")
     return warnings
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

@@ -8,16 +8,18 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import psutil
 
 from sao.storage.parent_death import under_parent
 
 PR_SET_CHILD_SUBREAPER = 36
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -32,14 +34,9 @@ class Command:
 
 
 class Child:
-    """One running actor. Start children from the main thread only: the parent-death signal follows the thread."""
+    """A running process; started by `Family.start`."""
 
-    def __init__(
-        self, command: Command, log: Path | None = None, on_exit: Callable[[Child], None] = lambda child: None
-    ) -> None:
-        """Starts the command; its output is appended to `log`, or goes where ours does. `on_exit` is called once, on
-        another thread.
-        """
+    def __init__(self, command: Command, log: Path | None, on_exit: Callable[[Child], None]) -> None:
         self.command = command
         self._log, self._log_start_bytes = log, 0
         with log.open("ab") if log else nullcontext() as output:
@@ -60,39 +57,23 @@ class Child:
         self._process.wait()
         on_exit(self)
 
-    def wait(self) -> int:
-        """Waits for the end without a deadline, that is the caller's signal; returns `exit_code`."""
-        return self._process.wait()
-
-    def send(self, number: int) -> None:
-        """Sends a signal, unless it has ended."""
-        with suppress(ProcessLookupError):
-            self._process.send_signal(number)
-
     @property
     def pid(self) -> int:
         """Process id; also the id of its session and process group."""
         return self._process.pid
 
     @property
-    def running(self) -> bool:
-        """Whether the process has not ended yet."""
-        return self._process.poll() is None
+    def exit_code(self) -> int | None:
+        """The exit code (negative: minus the signal), None while it runs."""
+        return self._process.poll()
 
     @property
     def how_it_ended(self) -> str:
         """`exit code 3` or `killed by SIGKILL`."""
-        code = self._process.poll()
+        code = self.exit_code
         if code is None:
             return "still running"
-        if code >= 0:
-            return f"exit code {code}"
-        return f"killed by {signal.Signals(-code).name}"
-
-    @property
-    def exit_code(self) -> int | None:
-        """The exit code (negative: minus the signal), None while it runs."""
-        return self._process.poll()
+        return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
     def last_lines(self, count: int = 15, at_most_bytes: int = 16384) -> str:
         """The last lines that this process wrote (not an earlier one with the same log)."""
@@ -104,32 +85,88 @@ class Child:
             text = file.read().decode("utf-8", "replace")
         return "\n".join(text.splitlines()[-count:])
 
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Waits for the end and returns `exit_code`. Raises `subprocess.TimeoutExpired`."""
+        return self._process.wait(timeout_s)
 
-def become_subreaper() -> None:
-    """Makes orphans of our descendants our own children, so that none can slip away (Linux; a no-op elsewhere)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    def send(self, number: int) -> None:
+        """Sends a signal, unless it has ended."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    def kill_session(self) -> None:
+        """SIGKILL to all processes in its session, also after it has ended itself."""
+        _kill(lambda: [process for process in _descendants() if self._leads(process)])
+
+    def _leads(self, process: psutil.Process) -> bool:
+        with suppress(ProcessLookupError):
+            return os.getsid(process.pid) == self.pid
+        return False
 
 
-def descendants() -> list[psutil.Process]:
+class Family:
+    """Every process that comes to be within this context: at its end all that are left are killed, orphans too.
+
+    Use it from the main thread only: the parent-death signal follows the thread.
+    """
+
+    def __init__(self) -> None:
+        self._children: list[Child] = []
+
+    def __enter__(self) -> Family:
+        if sys.platform == "linux":  # orphans of our descendants become our own children: none can slip away
+            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._others = set(_descendants())
+        return self
+
+    def start(
+        self, command: Command, log: Path | None = None, on_exit: Callable[[Child], None] = lambda child: None
+    ) -> Child:
+        """Starts a command; its output is appended to `log`, or goes where ours does. `on_exit` is called once, on
+        another thread. It dies with this process.
+        """
+        self._children.append(Child(command, log, on_exit))
+        return self._children[-1]
+
+    def terminate(self) -> None:
+        """SIGTERM to the children that still run."""
+        for child in self._children:
+            child.send(signal.SIGTERM)
+
+    def __exit__(self, *_: object) -> None:
+        _kill(lambda: [process for process in _descendants() if process not in self._others])
+        watched = {child.pid for child in self._children}
+        for process in psutil.Process().children():  # orphans that became ours; children are collected by watchers
+            with suppress(ChildProcessError, psutil.NoSuchProcess):
+                if process.pid not in watched and process.status() == psutil.STATUS_ZOMBIE:
+                    os.waitpid(process.pid, os.WNOHANG)
+
+
+@contextmanager
+def on_signals(handler: Callable[[int, FrameType | None], None], *more: int) -> Iterator[None]:
+    """Within it the signals that end a process, and `more`, go to `handler`; before and after, where they went before.
+
+    Use it from the main thread only.
+    """
+    before = {number: signal.signal(number, handler) for number in (*ENDINGS, *more)}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+def _descendants() -> list[psutil.Process]:
     """All living descendants of this process, zombies left out."""
     alive = []
     for process in psutil.Process().children(recursive=True):
-        try:
+        with suppress(psutil.NoSuchProcess):
             if process.status() != psutil.STATUS_ZOMBIE:
                 alive.append(process)
-        except psutil.NoSuchProcess:
-            continue
     return alive
 
 
-def terminate(children: Sequence[Child]) -> None:
-    """SIGTERM to those that still run."""
-    for child in children:
-        child.send(signal.SIGTERM)
-
-
-def kill(members: Callable[[], Sequence[psutil.Process]], wait_s: float = 5.0) -> None:
+def _kill(members: Callable[[], Sequence[psutil.Process]], wait_s: float = 5.0) -> None:
     """SIGKILL to the members that there are now, and waits until they are gone.
 
     Twice: a process that was just being made while the first list was taken is in the second.
@@ -140,24 +177,3 @@ def kill(members: Callable[[], Sequence[psutil.Process]], wait_s: float = 5.0) -
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(family, timeout=wait_s)
-
-
-def session(child: Child) -> list[psutil.Process]:
-    """Living processes in the session of a child, also after the child itself has ended."""
-    found = []
-    for process in descendants():
-        with suppress(ProcessLookupError):
-            if os.getsid(process.pid) == child.pid:
-                found.append(process)
-    return found
-
-
-def reap(children: Sequence[Child]) -> None:
-    """Collects orphans that became ours; the children themselves are collected by their watchers."""
-    watched = {child.pid for child in children}
-    for process in psutil.Process().children():
-        if process.pid in watched:
-            continue
-        with suppress(ChildProcessError, psutil.NoSuchProcess):
-            if process.status() == psutil.STATUS_ZOMBIE:
-                os.waitpid(process.pid, os.WNOHANG)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
+import queue
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from sao._core import ledger_history
 from sao.config import Config, parse
 from sao.errors import ConfigError, LearnerError
 from sao.runtime import launch
+from sao.runtime.processes import Child, Family
 from sao.storage import checkpoints, ownership
 from sao.storage.checkpoints import Checkpoint
 from sao.telemetry.recording import read_step, recorded_steps, step_path
@@ -100,27 +101,22 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(config: Config, paths: list[Path], checkpoint: Checkpoint | None) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory(prefix="sao-replay-") as folder:
-        ownership.own(Path(folder))  # so that it goes with the next start when this process is killed
-        report, store = Path(folder) / "report.json", Path(folder) / "ranks"
-        places = launch.Places(Path(folder), Path(folder), store, "")
-        ranks = []
+    with tempfile.TemporaryDirectory(prefix="sao-replay-") as name, Family() as family:
+        folder = Path(name)
+        ownership.own(folder)  # so that it goes with the next start when this process is killed
+        report, store, ended = folder / "report.json", folder / "ranks", queue.SimpleQueue[Child]()
+        argv = (sys.executable, "-m", "sao.learner.replay", *map(str, paths), "--store", str(store))
+        argv += ("--report", str(report), *(("--checkpoint", str(checkpoint.path)) if checkpoint else ()))
         for rank in range(config.learner.ranks):
-            argv = [sys.executable, "-m", "sao.learner.replay", *map(str, paths), "--store", str(store)]
-            argv += ["--report", str(report), *(["--checkpoint", str(checkpoint.path)] if checkpoint else [])]
-            environment = os.environ | launch.learner(config, places, rank).environment
-            ranks.append(subprocess.Popen(argv, env=environment, stderr=subprocess.PIPE, text=True))
-        try:
-            errors = [process.communicate(timeout=LIMIT_S)[1] for process in ranks]
-        except subprocess.TimeoutExpired:
-            raise LearnerError(f"the replay was not done within {LIMIT_S:g} s and was ended") from None
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-        failed = [text for process, text in zip(ranks, errors, strict=True) if process.returncode != 0]
-        if failed:
-            raise LearnerError(f"the replay failed: {failed[0].strip().splitlines()[-1] if failed[0].strip() else '?'}")
+            command = launch.learner(config, launch.Places(folder, folder, store, ""), rank)
+            family.start(replace(command, argv=argv), folder / f"{command.name}.log", ended.put)
+        for _ in range(config.learner.ranks):
+            try:
+                child = ended.get(timeout=LIMIT_S)
+            except queue.Empty:
+                raise LearnerError(f"the replay was not done within {LIMIT_S:g} s and was ended") from None
+            if child.exit_code != 0:
+                raise LearnerError(f"the replay failed ({child.how_it_ended}): {child.last_lines(1)}")
         found: list[dict[str, Any]] = json.loads(report.read_text())
         return found
 

@@ -1,7 +1,8 @@
-"""Starts the actors of a run, watches them, starts killed ones again, and ends everything in order.
+"""The life of a run: its processes are started, watched, started again when they were killed, and ended in order.
 
-One thread decides: exits of children, messages of the broker and signals arrive in one inbox. Whatever ends the run, no
-process of it is left: first a message asks all to stop, then SIGTERM, then SIGKILL to the whole family.
+One thread decides. Whatever happens elsewhere (a child ends, the broker sends a message, a signal comes) puts a call
+into its inbox, and it makes these calls one after the other. Whatever ends the run, no process of it is left: first a
+message asks all to stop, then SIGTERM, then SIGKILL to the whole family.
 """
 
 from __future__ import annotations
@@ -10,38 +11,42 @@ import queue
 import signal
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-import psutil
 from msgspec import structs
 
 from sao.config import Config
 from sao.errors import Error
-from sao.runtime import launch, processes
+from sao.runtime import launch
 from sao.runtime import resume as resuming
-from sao.runtime.processes import Child, Command
+from sao.runtime.processes import Child, Command, Family, on_signals
 from sao.storage.failpoints import failpoint
+from sao.transport import messages
 from sao.transport.client import Client
-from sao.transport.keys import client_keys
+from sao.transport.keys import SUPERVISOR, client_keys
 from sao.transport.messages import Message
 
-RESTARTS: Final = 3  # of one process within the window; one more ends the run (see `_may_restart`)
+RESTARTS: Final = 3  # of one process within the window; one more ends the run
 RESTART_WINDOW_S: Final = 300.0
 START_S: Final = 60.0  # for the broker to answer
-GOODBYE_S: Final = 5.0  # between the broker's regular exit and its word that the run is done
+GOODBYE_S: Final = 5.0  # between the broker's regular exit and its message that the run is done
 SAVE_S: Final = 600.0  # for the learner to write its last checkpoint after a regular end
 STALL_S: Final = 120.0  # without a step; doubled at each report
+SNAPSHOT_S: Final = 5.0  # for the broker to say what is waited for
 TERMINATE_S: Final = 5.0  # between SIGTERM and SIGKILL, or transport.shutdown_s if that is less
 TICK_S: Final = 1.0  # the live view's clock
 
 EXIT_DONE, EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+Report = Callable[[str, dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -52,35 +57,41 @@ class Outcome:
     reason: str
 
 
-@dataclass(frozen=True)
-class _Exit:
-    child: Child
+class Restarts:
+    """The limit on restarts: of each process at most `RESTARTS` within `RESTART_WINDOW_S`.
 
+    Broker and learner, without which no step is made, also at most so often since the run was further than ever: who
+    dies at the same step each time is not started for ever.
+    """
 
-@dataclass(frozen=True)
-class _Signal:
-    number: int
+    def __init__(self) -> None:
+        self._times: defaultdict[str, deque[float]] = defaultdict(deque)
+        self._furthest, self._furthest_at = 0, time.monotonic()
 
+    def step(self, step: int) -> None:
+        """The run has come to this step."""
+        if step > self._furthest:
+            self._furthest, self._furthest_at = step, time.monotonic()
 
-@dataclass(frozen=True)
-class _Lost:
-    text: str
+    def permit(self, name: str) -> bool:
+        """Whether the process may be started again now; that is counted."""
+        now, times = time.monotonic(), self._times[name]
+        further_at = self._furthest_at if name in ("broker", "learner") else now
+        while times and now - times[0] > RESTART_WINDOW_S and times[0] < further_at:
+            times.popleft()
+        if len(times) >= RESTARTS:
+            return False
+        times.append(now)
+        return True
 
-
-@dataclass(frozen=True)
-class _Snapshot:
-    text: str
-
-
-@dataclass(frozen=True)
-class _Fenced:
-    """The broker has heard that the learner is dead, and says after which step and version."""
-
-    step: int
-    version: int
-
-
-Report = Callable[[str, dict[str, Any]], None]
+    def described(self, name: str) -> str:
+        """How often the process has ended and since when; empty if it was never started again."""
+        times = self._times[name]
+        if not times:
+            return ""
+        lately = time.monotonic() - times[0] <= RESTART_WINDOW_S
+        since = f"in {RESTART_WINDOW_S:g} s" if lately else f"since step {self._furthest}"
+        return f" {len(times) + 1} times {since}"
 
 
 class Supervisor:
@@ -91,238 +102,84 @@ class Supervisor:
     ) -> None:
         self._config, self._places, self._logs = config, places, logs
         self._report, self._tick = report, tick
-        self._inbox: queue.SimpleQueue[_Exit | _Signal | _Lost | _Snapshot | _Fenced | Message] = queue.SimpleQueue()
-        self._children: list[Child] = []
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._family = Family()
         self._running: dict[str, Child] = {}
-        self._incarnations: dict[str, int] = {}
-        self._restarted_at: defaultdict[str, deque[float]] = defaultdict(deque)
+        self._incarnations = Counter[int]()
+        self._restarts = Restarts()
         self._client: Client | None = None
         self._outcome: Outcome | None = None
         self._signals = 0
         self._done_by: float | None = None
-        self._stall_s = STALL_S
-        self._last_step_at = time.monotonic()
-        self._last_step = self._furthest = 0
-        self._furthest_at = time.monotonic()
+        self._last_step = 0
+        self._waiting_since, self._stall_s = time.monotonic(), STALL_S
 
     def run(self) -> Outcome:
         """Runs to the end and returns how it ended. Call it from the main thread; signals are put back afterwards."""
-        processes.become_subreaper()
-        others = set(processes.descendants())
-        handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, self._on_signal) for number in handled}
-        try:
-            self._start()
-            while self._outcome is None:
-                self._step()
-        except Exception as error:
-            self._finish(EXIT_FAILED, f"supervisor: {type(error).__name__}: {error}")
-            raise
-        finally:
+        with on_signals(self._on_signal), ExitStack() as last, self._family:
             try:
-                self._end(others)
+                self._start(last)
+                while self._outcome is None:
+                    self._wait_once()
+            except BaseException as error:
+                self._finish(EXIT_FAILED, f"supervisor: {type(error).__name__}: {error}")
+                raise
             finally:
-                for number, handler in before.items():
-                    signal.signal(number, handler)
+                self._end()
         return self._outcome
-
-    @property
-    def children(self) -> dict[str, int]:
-        """Name -> process id of the actors that run now."""
-        return {name: child.pid for name, child in self._running.items()}
 
     # -- start
 
-    def _start(self) -> None:
+    def _start(self, last: ExitStack) -> None:
         for command in launch.everything(self._config, self._places):
             self._launch(command)
         transport = self._config.transport
         self._client = Client(
             self._places.endpoint,
-            role="supervisor",
-            name="supervisor",
+            role=SUPERVISOR,
+            name=SUPERVISOR,
             max_message_bytes=transport.max_message_bytes,
             heartbeat_s=transport.heartbeat_s,
             peer_timeout_s=transport.peer_timeout_s,
-            keys=client_keys(transport.keys, self._places.endpoint, "supervisor", "supervisor"),
-            on_push=self._inbox.put,
-            on_lost=lambda error: self._inbox.put(_Lost(str(error))),
+            keys=client_keys(transport.keys, self._places.endpoint, SUPERVISOR, SUPERVISOR),
+            on_push=lambda message: self._later(self._on_message, message),
+            on_lost=lambda error: self._later(self._finish, EXIT_FAILED, str(error)),
             outage_s=transport.outage_s,
             on_greet=lambda hello: structs.replace(hello, step=self._last_step),
         )
+        last.callback(self._client.close)
         threading.Thread(target=self._join, args=(self._client,), daemon=True).start()
         failpoint("supervisor.started")
-
-    def _launch(self, command: Command) -> None:
-        child = Child(command, self._logs / f"{command.name}.log", lambda ended: self._inbox.put(_Exit(ended)))
-        self._children.append(child)
-        self._running[command.name] = child
 
     def _join(self, client: Client) -> None:
         try:
             client.connect(deadline_s=START_S)
         except Error as error:
-            self._inbox.put(_Lost(f"broker: {error}"))
+            self._later(self._finish, EXIT_FAILED, f"broker: {error}")
 
-    # -- what may happen
+    def _launch(self, command: Command) -> None:
+        log = self._logs / f"{command.name}.log"
+        self._running[command.name] = self._family.start(command, log, lambda child: self._later(self._on_exit, child))
 
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._signals += 1
-        self._inbox.put(_Signal(number))
+    def _launch_generator_again(self, index: int) -> None:
+        self._incarnations[index] += 1
+        self._launch(launch.generator(self._config, self._places, index, self._incarnations[index]))
 
-    def _step(self, timeout_s: float = TICK_S) -> None:
-        """Handles one thing from the inbox, or the clock."""
+    # -- watch
+
+    def _later(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Has the one thread that decides make this call; for all other threads."""
+        self._inbox.put(partial(call, *arguments))
+
+    def _wait_once(self, timeout_s: float = TICK_S) -> None:
+        """Makes one call from the inbox, or none in this time, and looks at the clock."""
         try:
-            item = self._inbox.get(timeout=timeout_s)
+            call = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
-            item = None
-        if isinstance(item, Message):
-            self._on_push(item)
-        elif isinstance(item, _Exit):
-            self._on_exit(item.child)
-        elif isinstance(item, _Signal):
-            self._finish(EXIT_INTERRUPTED, f"interrupted by {signal.Signals(item.number).name}")
-        elif isinstance(item, _Fenced):
-            self._bring_back(item)
-        elif isinstance(item, _Lost):
-            self._finish(EXIT_FAILED, item.text)
-        elif isinstance(item, _Snapshot):
-            self._report("event", {"level": "warning", "text": item.text})
+            pass
+        else:
+            call()
         self._on_clock(time.monotonic())
-
-    def _on_push(self, message: Message) -> None:
-        body = dict(message.body)
-        if message.kind == "step":
-            if body["step"] <= self._last_step:
-                return  # told before, by a broker that was killed since
-            failpoint("supervisor.step")
-            self._last_step_at, self._stall_s = time.monotonic(), STALL_S
-            self._last_step = body["step"]
-            if self._last_step > self._furthest:
-                self._furthest, self._furthest_at = self._last_step, self._last_step_at
-            self._report("step", {"step": body["step"], **body["metrics"]})
-        elif message.kind == "done":
-            failed = bool(body.get("failed"))
-            self._finish(EXIT_FAILED if failed else EXIT_DONE, str(body["reason"]))
-        elif message.kind in ("eval", "event"):
-            self._report(message.kind, body)
-
-    def _on_exit(self, child: Child) -> None:
-        name, role = child.command.name, child.command.role
-        expected = self._running.get(name) is not child
-        if not expected:
-            del self._running[name]
-        if self._outcome is not None:
-            if role == "learner" and child.exit_code != 0 and self._outcome.exit_code == EXIT_DONE:
-                text = f"{self._outcome.reason}; but the {name} failed at the end ({child.how_it_ended}); last lines:"
-                self._outcome = Outcome(EXIT_FAILED, f"{text}\n{child.last_lines()}")
-            return
-        processes.kill(lambda: processes.session(child))  # what it started must not outlive it
-        if expected:
-            return
-        if child.exit_code == 0 and role != "generator":
-            # Regular. The learner may leave while a last evaluation goes on, the broker watches over that; after the
-            # broker itself only its word that the run is done can be on its way.
-            if role == "broker":
-                self._done_by = time.monotonic() + GOODBYE_S
-            return
-        if role == "generator" and child.exit_code != EXIT_CONFIG and self._may_restart(name):
-            incarnation = self._incarnations.get(name, 0) + 1
-            self._incarnations[name] = incarnation
-            self._tell_left(role, name, self._places.number(incarnation - 1), child.how_it_ended)
-            text = f"{name} ended unexpectedly ({child.how_it_ended}); started again as incarnation {incarnation}"
-            self._report("event", {"level": "warning", "text": f"{text}\n{child.last_lines()}".rstrip()})
-            self._launch(launch.generator(self._config, self._places, int(name.removeprefix("g")), incarnation))
-            return
-        if child.exit_code is not None and child.exit_code < 0 and self._start_again(child):
-            return
-        again = f" {RESTARTS + 1} times{self._lately(name)}" if self._restarted_at[name] else ""
-        reason = f"{name} ended unexpectedly{again} ({child.how_it_ended}); last lines of {self._logs / name}.log:"
-        self._finish(EXIT_FAILED, f"{reason}\n{child.last_lines() or '(nothing was written)'}")
-
-    def _start_again(self, child: Child) -> bool:
-        """Starts a broker or learner that was killed again, if that is wanted and can go on where it was."""
-        role, name, config = child.command.role, child.command.name, self._config
-        able = config.buffer.durability != "off" if role == "broker" else config.run.task == "train"
-        if not (able and config.run.restart_killed and self._may_restart(role)):
-            return False
-        text = f"{name} ended unexpectedly ({child.how_it_ended}); started again"
-        self._report("event", {"level": "warning", "text": f"{text}\n{child.last_lines()}".rstrip()})
-        if role == "broker":
-            self._launch(launch.broker(config, self._places))
-            return True
-        self._remove(self._of_role("learner"))
-        self._tell_left(role, "learner", 0, child.how_it_ended)
-        return True
-
-    def _tell_left(self, role: str, name: str, incarnation: int, how: str) -> None:
-        """Tells the broker at once, so that it need not wait; for the learner its answer is waited for."""
-        body = {"role": role, "name": name, "incarnation": incarnation, "reason": f"its process ended ({how})"}
-
-        def answer(future: Any) -> None:
-            if future.exception() is None and role == "learner":
-                reply = future.result().body
-                self._inbox.put(_Fenced(reply["step"], reply["version"]))
-
-        if self._client is not None and self._client.lost is None:
-            with suppress(Error):
-                self._client.send("left", body).add_done_callback(answer)
-
-    def _bring_back(self, broker: _Fenced) -> None:
-        """Starts the learner again, from its newest checkpoint. Where steps are lost with it the broker takes them
-        back, and generators, which have their weights, begin anew.
-        """
-        folder = self._places.run_folder
-        try:
-            found = resuming.find(self._config, folder, tidy=True)
-        except Error as error:
-            self._finish(EXIT_FAILED, f"the learner cannot go on: {error}")
-            return
-        lost = broker.step - found.step
-        if lost:
-            self._remove([*self._of_role("broker"), *self._of_role("generator")])
-            for path in self._places.weights_folder.glob("weights-*"):
-                path.unlink(missing_ok=True)
-            self._places = replace(self._places, resume_step=found.step, returns=self._places.returns + 1)
-            self._last_step = found.step
-            self._report("resume", {"step": found.step, "version": found.version, "lost_steps": lost})
-        for text in resuming.settle(found, folder):
-            self._report("event", {"level": "warning", "text": f"learner: {text}"})
-        self._places.store.unlink(missing_ok=True)
-        self._places = replace(self._places, checkpoint=found.checkpoint)
-        self._last_step_at, self._stall_s = time.monotonic(), STALL_S
-        if lost:
-            self._launch(launch.broker(self._config, self._places))
-        for rank in range(self._config.learner.ranks):
-            self._launch(launch.learner(self._config, self._places, rank))
-        for index in range(self._config.generator.count) if lost else ():
-            name = f"g{index}"
-            self._incarnations[name] = self._incarnations.get(name, 0) + 1
-            self._launch(launch.generator(self._config, self._places, index, self._incarnations[name]))
-
-    def _remove(self, children: list[Child]) -> None:
-        """Kills actors that are to begin anew, with all that they started."""
-        for child in children:
-            del self._running[child.command.name]
-            processes.kill(partial(processes.session, child))
-
-    def _lately(self, name: str) -> str:
-        """Since when a process was started as often as permitted."""
-        passed_s = time.monotonic() - self._restarted_at[name][0]
-        return f" in {RESTART_WINDOW_S:g} s" if passed_s <= RESTART_WINDOW_S else f" since step {self._furthest}"
-
-    def _may_restart(self, name: str) -> bool:
-        """Whether it was started less often than permitted, lately; of broker and learner, without which no step is
-        made, also since the run was further than ever: who dies at the same step each time is not started for ever.
-        """
-        now, times = time.monotonic(), self._restarted_at[name]
-        further_at = self._furthest_at if name in ("broker", "learner") else now
-        while times and now - times[0] > RESTART_WINDOW_S and times[0] < further_at:
-            times.popleft()
-        if len(times) >= RESTARTS:
-            return False
-        times.append(now)
-        return True
 
     def _on_clock(self, now: float) -> None:
         self._tick()
@@ -330,72 +187,182 @@ class Supervisor:
             return
         if self._done_by is not None and now > self._done_by:
             self._finish(EXIT_FAILED, "the broker ended before the run was done")
-        if now - self._last_step_at > self._stall_s:
+        if now - self._waiting_since > self._stall_s:
             self._stall_s *= 2
-            self._ask_what_is_waited_for(now - self._last_step_at)
+            text = f"no step for {now - self._waiting_since:.0f} s"
+            self._ask(messages.GetSnapshot(), partial(self._on_snapshot, text), SNAPSHOT_S)
 
-    def _ask_what_is_waited_for(self, waited_s: float) -> None:
-        text = f"no step for {waited_s:.0f} s"
-        if self._client is None or self._client.lost is not None:
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signals += 1
+        self._later(self._finish, EXIT_INTERRUPTED, f"interrupted by {signal.Signals(number).name}")
+
+    def _on_message(self, message: Message) -> None:
+        if isinstance(message, messages.StepReport):
+            if message.step <= self._last_step:
+                return  # sent before, by a broker that was killed since
+            failpoint("supervisor.step")
+            self._last_step = message.step
+            self._waiting_since, self._stall_s = time.monotonic(), STALL_S
+            self._restarts.step(message.step)
+            self._report("step", {"step": message.step, **message.metrics})
+        elif isinstance(message, messages.Done):
+            self._finish(EXIT_FAILED if message.failed else EXIT_DONE, message.reason)
+        elif isinstance(message, messages.EvalReport | messages.Event):
+            fields = structs.asdict(message)
+            del fields["frames"]
+            self._report("eval" if isinstance(message, messages.EvalReport) else "event", fields)
+
+    def _on_snapshot(self, text: str, answer: Future[Message]) -> None:
+        if error := answer.exception():
+            self._warn(f"{text}; broker: {error}")
+        elif isinstance(snapshot := answer.result(), messages.Snapshot):
+            self._warn("\n".join([f"{text}; waiting for:", *snapshot.state["waits"]]))
+
+    def _warn(self, text: str) -> None:
+        self._report("event", {"level": "warning", "text": text})
+
+    def _ask(self, message: Message, then: Callable[[Future[Message]], None], deadline_s: float | None = None) -> None:
+        """Sends to the broker, unless it is lost; `then` takes the answer."""
+        if self._client is not None and self._client.lost is None:
+            with suppress(Error):
+                asked = self._client.call(message, deadline_s=deadline_s)
+                asked.add_done_callback(lambda answer: self._later(then, answer))
+
+    # -- restart
+
+    def _on_exit(self, child: Child) -> None:
+        name, role = child.command.name, child.command.role
+        removed = self._running.get(name) is not child
+        if not removed:
+            del self._running[name]
+        if self._outcome is not None:
+            if role == "learner" and child.exit_code != 0 and self._outcome.exit_code == EXIT_DONE:
+                text = f"{self._outcome.reason}; but the {name} failed at the end ({child.how_it_ended}); last lines:"
+                self._outcome = Outcome(EXIT_FAILED, f"{text}\n{child.last_lines()}")
             return
+        child.kill_session()  # what it started must not outlive it
+        if removed:
+            return
+        if child.exit_code == 0 and role != "generator":
+            # Regular. The learner may leave while a last evaluation goes on, the broker watches over that; after the
+            # broker itself only its message that the run is done can be on its way.
+            if role == "broker":
+                self._done_by = time.monotonic() + GOODBYE_S
+            return
+        counted = name if role == "generator" else role
+        if self._may_start_again(child) and self._restarts.permit(counted):
+            self._start_again(child)
+            return
+        often = self._restarts.described(counted)
+        reason = f"{name} ended unexpectedly{often} ({child.how_it_ended}); last lines of {self._logs / name}.log:"
+        self._finish(EXIT_FAILED, f"{reason}\n{child.last_lines() or '(nothing was written)'}")
 
-        def answer(future: Any) -> None:
-            error = future.exception()
-            detail = f"broker: {error}" if error else "waiting for:\n" + "\n".join(future.result().body["waits"])
-            self._inbox.put(_Snapshot(f"{text}; {detail}"))
+    def _may_start_again(self, child: Child) -> bool:
+        """Whether a new process can go on where this one was: broker and learner only if they were killed."""
+        role, code, config = child.command.role, child.exit_code or 0, self._config
+        if role == "generator":
+            return code != EXIT_CONFIG
+        able = config.buffer.durability != "off" if role == "broker" else config.run.task == "train"
+        return able and config.run.restart_killed and code < 0
 
-        self._client.call("snapshot", deadline_s=5.0).add_done_callback(answer)
+    def _start_again(self, child: Child) -> None:
+        role, name, index = child.command.role, child.command.name, 0
+        text = f"{name} ended unexpectedly ({child.how_it_ended}); started again"
+        if role == "generator":
+            index = int(name.removeprefix("g"))
+            text += f" as incarnation {self._incarnations[index] + 1}"
+        self._warn(f"{text}\n{child.last_lines()}".rstrip())
+        left = messages.Left(role=role, name=name, incarnation=0, reason=f"its process ended ({child.how_it_ended})")
+        if role == "broker":
+            self._launch(launch.broker(self._config, self._places))
+        elif role == "learner":
+            self._remove("learner")
+            self._ask(structs.replace(left, name="learner"), self._bring_learner_back)
+        else:  # the broker need not wait for signs of life
+            self._ask(structs.replace(left, incarnation=self._places.number(self._incarnations[index])), lambda _: None)
+            self._launch_generator_again(index)
+
+    def _bring_learner_back(self, answer: Future[Message]) -> None:
+        """Starts the learner again, from its newest checkpoint, when the broker has no part of the old one left.
+
+        Where steps are lost with it the broker takes them back, and generators, which have their weights, begin anew.
+        """
+        if self._outcome is not None or answer.exception() is not None:
+            return
+        broker, folder = answer.result(), self._places.run_folder
+        assert isinstance(broker, messages.Position)
+        try:
+            found = resuming.find(self._config, folder, tidy=True)
+        except Error as error:
+            self._finish(EXIT_FAILED, f"the learner cannot go on: {error}")
+            return
+        lost = broker.step - found.step
+        if lost:
+            self._remove("broker", "generator")
+            for path in self._places.weights_folder.glob("weights-*"):
+                path.unlink(missing_ok=True)
+            self._places = replace(self._places, resume_step=found.step, returns=self._places.returns + 1)
+            self._last_step = found.step
+            self._report("resume", {"step": found.step, "version": found.version, "lost_steps": lost})
+        self._waiting_since, self._stall_s = time.monotonic(), STALL_S
+        for text in resuming.settle(found, folder):
+            self._warn(f"learner: {text}")
+        self._places.store.unlink(missing_ok=True)
+        self._places = replace(self._places, checkpoint=found.checkpoint)
+        if lost:
+            self._launch(launch.broker(self._config, self._places))
+        for rank in range(self._config.learner.ranks):
+            self._launch(launch.learner(self._config, self._places, rank))
+        for index in range(self._config.generator.count) if lost else ():
+            self._launch_generator_again(index)
+
+    def _remove(self, *roles: str) -> None:
+        """Kills the actors of these roles, which are to begin anew, with all that they started."""
+        for child in self._of_roles(*roles):
+            del self._running[child.command.name]
+            child.kill_session()
+
+    def _of_roles(self, *roles: str) -> list[Child]:
+        return [child for child in self._running.values() if child.command.role in roles]
+
+    # -- end
 
     def _finish(self, exit_code: int, reason: str) -> None:
         """The first reason counts."""
         if self._outcome is None:
             self._outcome = Outcome(exit_code, reason)
 
-    # -- end
-
-    def _end(self, others: set[psutil.Process]) -> None:
-        """Ends every process that came to be during the run; `others` were there before it."""
-        try:
-            self._end_in_order()
-        finally:
-            processes.kill(lambda: [process for process in processes.descendants() if process not in others])
-            processes.reap(self._children)
-            if self._client is not None:
-                self._client.close()
-
-    def _end_in_order(self) -> None:
-        outcome = self._outcome or Outcome(EXIT_FAILED, "supervisor failed")
+    def _end(self) -> None:
+        """Asks all to stop and waits, then SIGTERM; who has not ended then is killed with the family."""
+        assert self._outcome is not None
+        exit_code, reason = self._outcome.exit_code, self._outcome.reason
         signals_before, shutdown_s = self._signals, self._config.transport.shutdown_s
-        if outcome.exit_code == EXIT_INTERRUPTED:
+        if exit_code == EXIT_INTERRUPTED:
             signals_before = 1
-            text = f"{outcome.reason}; ending in order, once more kills at once"
-            self._report("event", {"level": "info", "text": text})
-        if self._ask_to_stop(outcome.reason.splitlines()[0]):
-            if outcome.exit_code == EXIT_DONE:
+            self._report("event", {"level": "info", "text": f"{reason}; ending in order, once more kills at once"})
+        if self._ask_to_stop(reason.splitlines()[0]):
+            if exit_code == EXIT_DONE:
                 last = "broker" if self._places.alone else "learner"  # a broker waits for a learner that is elsewhere
-                self._wait(lambda: not self._of_role(last), SAVE_S, signals_before)
+                self._wait(lambda: not self._of_roles(last), SAVE_S, signals_before)
             self._wait(lambda: not self._running, shutdown_s, signals_before)
-        processes.terminate(self._children)
+        self._family.terminate()
         self._wait(lambda: not self._running, min(shutdown_s, TERMINATE_S), signals_before)
 
     def _ask_to_stop(self, reason: str) -> bool:
-        """Whether the broker could be told; it tells the others."""
+        """Whether the broker could be asked; it asks the others."""
         if self._client is None or self._client.lost is not None or "broker" not in self._running:
             return False
         try:
-            self._client.send("stop", {"reason": reason})
+            self._client.send(messages.Stop(reason=reason))
         except Error:
             return False
         return True
 
-    def _of_role(self, role: str) -> list[Child]:
-        return [child for child in self._running.values() if child.command.role == role]
-
     def _wait(self, condition: Callable[[], bool], timeout_s: float, signals_before: int) -> None:
-        """Goes on handling the inbox until the condition holds, the time is over or one more signal came."""
+        """Goes on with the inbox until the condition holds, the time is over or one more signal came."""
         deadline = time.monotonic() + timeout_s
         while not condition() and self._signals <= signals_before:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return
-            self._step(min(left_s, TICK_S))
+            self._wait_once(min(left_s, TICK_S))

@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,10 @@ from sao.telemetry.monitor import Monitor
 def describe(config: Config, *, overwrite: bool = False, resume: bool = False) -> str:
     """The resolved configuration as JSON and the commands that would be run. Creates nothing; raises `ConfigError`."""
     warnings = preflight.check(config, overwrite=overwrite, resume=resume)
-    places = _places(config, folders.SOCKETS / "sao-XXXXXXXX", folders.SHARED_MEMORY / "sao-XXXXXXXX")
-    if resume:
-        found = resuming.find(config, config.folder.resolve())
+    found = resuming.find(config, config.folder.resolve()) if resume else None
+    if found is not None:
         warnings += [reason for _, reason in found.ignored] + ([found.finished] if found.finished else [])
-        places = _places(config, places.store.parent, places.weights_folder, resume=found)
+    places = _places(config, folders.SOCKETS / "sao-XXXXXXXX", folders.SHARED_MEMORY / "sao-XXXXXXXX", found)
     lines = [json.dumps(config.model_dump(mode="json"), indent=2), ""]
     for command in launch.everything(config, places):
         changed = " ".join(f"{name}={value}" for name, value in command.environment.items())
@@ -47,7 +45,8 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False, alon
     `resume`: go on with the run in the folder, from its newest complete checkpoint. `alone`: only the broker is started
     here, learner and generators join from elsewhere.
     """
-    warnings = preflight.check(config, overwrite=overwrite, resume=resume, alone=alone)
+    role: preflight.Role = "broker" if alone else "run"
+    warnings = preflight.check(config, role=role, overwrite=overwrite, resume=resume)
     console = SteadyConsole(stderr=False, highlight=False)
     for folder in folders.remove_stale():
         console.print(f"removed {folder}, left by a run that was killed", style="dim")
@@ -82,12 +81,8 @@ def value_pretraining(config: Config) -> Config:
     """
     data = config.model_dump(mode="json")
     steps = config.value_pretraining.steps
-    data["run"] |= {
-        "task": "pretrain_value",
-        "name": config.run.name + "-critic",
-        "steps": steps,
-        "target_success": None,
-    }
+    run = {"task": "pretrain_value", "name": config.run.name + "-critic", "steps": steps, "target_success": None}
+    data["run"] |= run
     data["algorithm"] |= {"lambda_critic": 1.0, "advantage_values": "before", "whiten_advantages": False}
     data["learner"] |= {"critic_warmup_steps": 0 if not config.algorithm.has_critic else steps, "save_every_steps": 0}
     data["eval"] |= {"every_steps": 0}
@@ -109,9 +104,10 @@ def _run(
     try:
         texts = [] if found is None else resuming.begin(found, run_folder)
         configuration.save(config, run_folder / "config.json")
-        places = replace(_places(config, private.sockets, private.weights, lock=lock, resume=found), alone=alone)
+        places = _places(config, private.sockets, private.weights, found, lock=lock, alone=alone)
         with Monitor(config, run_folder, console) as monitor:
-            monitor.report("run", {**_environment(), "config": config.model_dump(mode="json")})
+            machine = {"sao": __version__, "python": sys.version.split()[0], "cpus": launch.available_cpus()}
+            monitor.report("run", {**machine, "config": config.model_dump(mode="json")})
             if found is not None:
                 lost = found.lost_steps
                 monitor.report("resume", {"step": found.step, "version": found.version, "lost_steps": lost})
@@ -134,13 +130,10 @@ def _run(
         ownership.disown(run_folder)
 
 
-def _places(
-    config: Config, sockets: Path, weights: Path, *, lock: int | None = None, resume: Resume | None = None
-) -> launch.Places:
-    if resume is None:
-        return launch.Places.of(config, sockets, weights, lock=lock)
-    more = {"start": resume.start + 1, "resume_step": resume.step, "checkpoint": resume.checkpoint}
-    return launch.Places.of(config, sockets, weights, lock=lock, **more)
+def _places(config: Config, sockets: Path, weights: Path, found: Resume | None, **more: Any) -> launch.Places:
+    if found is not None:
+        more |= {"start": found.start + 1, "resume_step": found.step, "checkpoint": found.checkpoint}
+    return launch.Places.of(config, sockets, weights, **more)
 
 
 def _summary(run_folder: Path, config: Config, console: Console) -> None:
@@ -152,8 +145,7 @@ def _summary(run_folder: Path, config: Config, console: Console) -> None:
         text = ", then ".join(f"{record['success']:.3f} at step {record['step']}" for record in points)
         console.print(f"held-out success: {text} (n = {points[-1]['n']})", style="bold")
     if (critic := run_folder / "critic").is_dir():
-        facts = json.loads((critic / "pretraining.json").read_text(encoding="utf-8"))
-        explained = facts["explained_variance"]
+        explained = json.loads((critic / "pretraining.json").read_text(encoding="utf-8"))["explained_variance"]
         measured = "not measured" if explained is None else f"{explained:.3f}"
         console.print(f"explained variance of batches before they were trained on: {measured}", style="bold")
         console.print(f'for the run file: learner.critic_path = "{config.folder / "critic"}"', soft_wrap=True)
@@ -166,11 +158,3 @@ def _summary(run_folder: Path, config: Config, console: Console) -> None:
         except ImportError:
             return  # matplotlib is not installed; the check before the run has said so
         console.print(f"curves: {config.folder / 'curves.png'}", soft_wrap=True)
-
-
-def _environment() -> dict[str, Any]:
-    return {
-        "sao": __version__,
-        "python": sys.version.split()[0],
-        "cpus": launch.available_cpus(),
-    }
