@@ -33,12 +33,12 @@ SLOWEST_S = {"plain": 3.0, "torch": 8.0}  # of a kill at a random time after the
 def tell(folder: Path, model: Path, learner: str, seed: int, kills: int) -> Story:
     """One run from its first start to its end; prints what happened. Raises `AssertionError` with the seed."""
     began = time.monotonic()
-    discipline = "window" if seed % 2 else "completion"
-    story = Story(folder / f"{learner}-{seed}", model, learner, seed, steps=STEPS[learner], discipline=discipline)
+    order = "window" if seed % 2 else "completion"
+    story = Story(folder / f"{learner}-{seed}", model, learner, seed, steps=STEPS[learner], order=order)
     story.play(kills, SLOWEST_S[learner])
     story.check()
     seconds, total = time.monotonic() - began, story.kills.total()
-    print(f"seed {seed}: {learner}, {discipline}: {total} kills {dict(story.kills)} in {seconds:.0f} s", flush=True)
+    print(f"seed {seed}: {learner}, {order}: {total} kills {dict(story.kills)} in {seconds:.0f} s", flush=True)
     return story
 
 
@@ -140,7 +140,7 @@ def save(stories: list[Story], seconds: float) -> None:
         {
             "seed": story.seed,
             "learner": story.learner,
-            "discipline": story.discipline,
+            "order": story.order,
             "steps": story.steps,
             "kills": story.kills.total(),
             "starts": story.lives,

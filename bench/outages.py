@@ -39,7 +39,7 @@ class Run:
     def __init__(self, folder: Path, model: Path, steps: int, env: str, step_s: float = 0.02, **changes: str) -> None:
         folder.mkdir()
         self.folder = folder
-        text = RUN.format(folder=str(folder), model=str(model), seed=1, steps=steps, every=5, discipline="completion")
+        text = RUN.format(folder=str(folder), model=str(model), seed=1, steps=steps, every=5, order="completion")
         text = text.replace("restart_killed = false", "").replace("count = 1", "count = 2")
         text = text.replace('name = "coin_env:Coin"', env)
         for old, new in {"peer_timeout_s = 10.0": "peer_timeout_s = 4.0", **changes}.items():

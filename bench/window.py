@@ -1,4 +1,4 @@
-"""The bound on lag under both disciplines; a million steps (`window`) of the broker's own task book and admission.
+"""The bound on lag under both orders; a million steps (`window`) of the broker's own task book and admission.
 
 Rollout times are heavy-tailed (Pareto 1.2, capped at 2000 times the shortest), 2 % of the rollouts fail and 0.5 % lose
 their generator and start again; the learner needs a random time for a step. Each step publishes a version. The lag of a
@@ -20,7 +20,7 @@ from sao import _core
 from sao.broker.tasks import TaskBook
 
 
-def simulate(steps: int, lag: int, batch: int, discipline: str, seed: int) -> dict[int, int]:
+def simulate(steps: int, lag: int, batch: int, order: str, seed: int) -> dict[int, int]:
     """Number of trained rollouts by lag."""
     rng = random.Random(seed)
     ledger, admission = _core.Ledger(), _core.Admission(lag, batch)
@@ -39,8 +39,8 @@ def simulate(steps: int, lag: int, batch: int, discipline: str, seed: int) -> di
             started[task.ordinal] = commits
             heapq.heappush(running, (now + min(rng.paretovariate(1.2), 2000.0), task.ordinal))
         if held is None:
-            head = book.head(batch) if discipline == "window" else None
-            if discipline == "completion" and len(finished) >= batch:
+            head = book.head(batch) if order == "window" else None
+            if order == "completion" and len(finished) >= batch:
                 head = [finished.popleft() for _ in range(batch)]
             if head is not None:
                 held, lease, learner_until = head, lease + 1, now + rng.uniform(0.2, 2.0)
@@ -72,16 +72,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
     rows: list[list[Any]] = []
-    for discipline, steps in (("window", 2_500 if quick else 250_000), ("completion", 2_500 if quick else 25_000)):
+    for order, steps in (("window", 2_500 if quick else 250_000), ("completion", 2_500 if quick else 25_000)):
         for lag, batch in ((0, 4), (1, 4), (3, 2), (8, 2)):
-            lags = simulate(steps, lag, batch, discipline, seed=lag)
+            lags = simulate(steps, lag, batch, order, seed=lag)
             total, largest = sum(lags.values()), max(lags)
             beyond = sum(n for behind, n in lags.items() if behind > lag) / total
             mean = sum(behind * n for behind, n in lags.items()) / total
-            rows.append([discipline, f"{lag}", f"{batch}", f"{steps}", f"{largest}", 100 * beyond, mean])
-            if discipline == "window" and largest > lag:
+            rows.append([order, f"{lag}", f"{batch}", f"{steps}", f"{largest}", 100 * beyond, mean])
+            if order == "window" and largest > lag:
                 raise SystemExit(f"bound broken: lag {largest} > max_lag {lag}")
-    columns = ["discipline", "max_lag", "batch", "steps", "largest lag", "% beyond max_lag", "mean lag"]
+    columns = ["order", "max_lag", "batch", "steps", "largest lag", "% beyond max_lag", "mean lag"]
     report("window", columns, rows, "heavy-tailed rollouts, 2 % failures, 0.5 % lost generators")
 
 

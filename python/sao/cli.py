@@ -7,18 +7,37 @@ Exit codes: 0 done, 1 failed, 2 configuration or usage, 130 interrupted. Nothing
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from sao import __version__
 from sao.errors import ConfigError, Error
 
+
+class Commands(TyperGroup):
+    """The commands; errors that a user can mend are shown without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the chosen command."""
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            for line in str(error).splitlines():
+                typer.secho(f"error: {line}", fg="red", err=True)
+            raise typer.Exit(2) from None
+        except Error as error:
+            typer.secho(f"error: {type(error).__name__}: {error}", fg="red", err=True)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+
 app = typer.Typer(
     name="sao",
+    cls=Commands,
     help="Asynchronous reinforcement learning for language-model agents.",
     no_args_is_help=True,
     add_completion=False,
@@ -30,6 +49,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="SECTION.KEY=VALUE", help="overrides, values in TOML syntax", show_default=False),
 ]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace the run folder of this name")]
 Connect = Annotated[str, typer.Option(metavar="ENDPOINT", help="the broker: tcp://HOST:PORT", show_default=False)]
 Keys = Annotated[
     Path | None, typer.Option(metavar="DIR", help="folder of keys, where the broker uses them", show_default=False)
@@ -51,23 +71,22 @@ def train(
         bool,
         typer.Option("--dry-run", help="check all, print the resolved configuration and the commands, start nothing"),
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the run folder of this name")] = False,
+    overwrite: Overwrite = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="go on with the run of this name from its newest complete checkpoint")
     ] = False,
 ) -> None:
     """Train: start broker, generators and learner on this machine, and end them all when the run is over."""
-    with _faults():
-        from sao import config
-        from sao.runtime import train as runtime
+    from sao import config
+    from sao.runtime import train as runtime
 
-        if overwrite and resume:
-            raise ConfigError("--overwrite and --resume: the run is either replaced or goes on")
-        resolved = config.load(run_file, overrides or [])
-        if dry_run:
-            typer.echo(runtime.describe(resolved, overwrite=overwrite, resume=resume))
-            return
-        raise typer.Exit(runtime.train(resolved, overwrite=overwrite, resume=resume))
+    if overwrite and resume:
+        raise ConfigError("--overwrite and --resume: the run is either replaced or goes on")
+    resolved = config.load(run_file, overrides or [])
+    if dry_run:
+        typer.echo(runtime.describe(resolved, overwrite=overwrite, resume=resume))
+        return
+    raise typer.Exit(runtime.train(resolved, overwrite=overwrite, resume=resume))
 
 
 @app.command(name="pretrain-value")
@@ -77,18 +96,17 @@ def pretrain_value(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print the derived configuration and the commands, start nothing")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the run folder of this name")] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Train only a critic, on rollouts of the start policy, for `learner.critic_path` of a later run."""
-    with _faults():
-        from sao import config
-        from sao.runtime import train as runtime
+    from sao import config
+    from sao.runtime import train as runtime
 
-        resolved = runtime.value_pretraining(config.load(run_file, overrides or []))
-        if dry_run:
-            typer.echo(runtime.describe(resolved, overwrite=overwrite))
-            return
-        raise typer.Exit(runtime.train(resolved, overwrite=overwrite))
+    resolved = runtime.value_pretraining(config.load(run_file, overrides or []))
+    if dry_run:
+        typer.echo(runtime.describe(resolved, overwrite=overwrite))
+        return
+    raise typer.Exit(runtime.train(resolved, overwrite=overwrite))
 
 
 @app.command(name="eval")
@@ -101,12 +119,11 @@ def evaluate(
 ) -> None:
     """Measure a model folder: held-out success in the run's environment, in this process."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bars of packages; read when those are imported
-    with _faults():
-        from sao import config
-        from sao.runtime import evaluate as runtime
+    from sao import config
+    from sao.runtime import evaluate as runtime
 
-        resolved = config.load(run_file, [*(overrides or []), f"model.path={str(model_folder)!r}"])
-        typer.echo(runtime.evaluate(resolved))
+    resolved = config.load(run_file, [*(overrides or []), f"model.path={str(model_folder)!r}"])
+    typer.echo(runtime.evaluate(resolved))
 
 
 @app.command()
@@ -123,10 +140,9 @@ def inspect(
     """Show recorded trajectories: all of a step, or one as its segments, token by token."""
     from rich.console import Console
 
-    with _faults():
-        from sao.telemetry import inspection
+    from sao.telemetry import inspection
 
-        inspection.show(path, Console(), step=step, trajectory=trajectory, colour=colour)
+    inspection.show(path, Console(), step=step, trajectory=trajectory, colour=colour)
 
 
 @app.command()
@@ -135,12 +151,11 @@ def replay(
     step: Annotated[int, typer.Argument(metavar="STEP", help="a recorded step", show_default=False)],
 ) -> None:
     """Make a recorded step again, from the checkpoint before it; exit code 1 unless every bit is the same."""
-    with _faults():
-        from sao.runtime import replay as runtime
+    from sao.runtime import replay as runtime
 
-        text, same = runtime.replay(run, step)
-        typer.echo(text)
-        raise typer.Exit(0 if same else 1)
+    text, same = runtime.replay(run, step)
+    typer.echo(text)
+    raise typer.Exit(0 if same else 1)
 
 
 @app.command()
@@ -159,10 +174,9 @@ def bench(
     ] = None,
 ) -> None:
     """Measure the parts on this machine: latency percentiles and throughput, at three sizes each."""
-    with _faults():
-        from sao.measure import report
+    from sao.measure import report
 
-        report.show(topics or [], quick=quick, json_file=json_file)
+    report.show(topics or [], quick=quick, json_file=json_file)
 
 
 @app.command()
@@ -175,8 +189,7 @@ def doctor(
     """Show what this installation has and lacks, and remove what killed runs left behind."""
     from sao.runtime import doctor as runtime
 
-    with _faults():
-        raise typer.Exit(0 if (runtime.show() if connect is None else runtime.show_run(connect, keys)) else 1)
+    raise typer.Exit(0 if (runtime.show() if connect is None else runtime.show_run(connect, keys)) else 1)
 
 
 @app.command(name="keys")
@@ -190,10 +203,9 @@ def write_keys(
     """Make CURVE keys for hosts that may join a run; keys that are there are kept."""
     from sao.transport import keys
 
-    with _faults():
-        for path in keys.write(folder, name or []):
-            typer.echo(path)
-        typer.echo(f"the broker's host needs all of {folder}, a generator's broker.key, learner.key and its own secret")
+    for path in keys.write(folder, name or []):
+        typer.echo(path)
+    typer.echo(f"the broker's host needs all of {folder}, a generator's broker.key, learner.key and its own secret")
 
 
 @app.command()
@@ -205,13 +217,12 @@ def broker(
         ),
     ],
     overrides: Overrides = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the run folder of this name")] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Serve a run to learner and generators that are started elsewhere, to its end."""
     from sao.runtime import hosts
 
-    with _faults():
-        raise typer.Exit(hosts.broker(target, overrides or [], overwrite=overwrite))
+    raise typer.Exit(hosts.broker(target, overrides or [], overwrite=overwrite))
 
 
 @app.command()
@@ -229,10 +240,9 @@ def learner(
     """Run the learner of a run whose broker is elsewhere; under torchrun, one rank of it."""
     from sao.runtime import hosts
 
-    with _faults():
-        changes = [*(overrides or []), *_model(model)]
-        code = hosts.learner(connect, changes, keys=keys, folder=folder, resume=resume, wait_s=wait)
-        raise typer.Exit(code)
+    changes = [*(overrides or []), *_model(model)]
+    code = hosts.learner(connect, changes, keys=keys, folder=folder, resume=resume, wait_s=wait)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -248,9 +258,8 @@ def generator(
     """Run a generator of a run whose broker is elsewhere; more may join and leave at any time."""
     from sao.runtime import hosts
 
-    with _faults():
-        changes = [*(overrides or []), *_model(model)]
-        raise typer.Exit(hosts.generator(connect, name, changes, keys=keys, folder=folder, wait_s=wait))
+    changes = [*(overrides or []), *_model(model)]
+    raise typer.Exit(hosts.generator(connect, name, changes, keys=keys, folder=folder, wait_s=wait))
 
 
 def _model(path: Path | None) -> list[str]:
@@ -262,22 +271,6 @@ def _root(version: Annotated[bool, typer.Option("--version", help="print the ver
     if version:
         typer.echo(f"sao {__version__}")
         raise typer.Exit
-
-
-@contextmanager
-def _faults() -> Iterator[None]:
-    """Errors that a user can mend are shown without a traceback."""
-    try:
-        yield
-    except ConfigError as error:
-        for line in str(error).splitlines():
-            typer.secho(f"error: {line}", fg="red", err=True)
-        raise typer.Exit(2) from None
-    except Error as error:
-        typer.secho(f"error: {type(error).__name__}: {error}", fg="red", err=True)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
 
 
 def main() -> None:

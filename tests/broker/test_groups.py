@@ -162,9 +162,9 @@ def test_single_rollouts_are_groups_of_their_own() -> None:
     assert book.broken_groups() == []
 
 
-@pytest.mark.parametrize("discipline", ["completion", "window"])
+@pytest.mark.parametrize("order", ["completion", "window"])
 @pytest.mark.parametrize("seed", range(4))
-def test_nothing_but_whole_groups_is_ever_trained(seed: int, discipline: str) -> None:
+def test_nothing_but_whole_groups_is_ever_trained(seed: int, order: str) -> None:
     """Random lengths, failures, deadlines and deaths of generators."""
     rng = random.Random(seed)
     size = rng.choice([2, 4])
@@ -172,7 +172,7 @@ def test_nothing_but_whole_groups_is_ever_trained(seed: int, discipline: str) ->
         config(
             run={"steps": 40, "max_failures_in_a_row": 10_000},
             algorithm={"estimator": "grpo", "group_size": size},
-            staleness={"max_lag": rng.choice([0, 2]), "discipline": discipline},
+            staleness={"max_lag": rng.choice([0, 2]), "order": order},
             transport={"rollout_timeout_s": 60.0},
         )
     )

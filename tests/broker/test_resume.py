@@ -36,10 +36,10 @@ def trained(path: Path) -> Counter[int]:
 
 def test_lost_steps_are_trained_again_and_their_tasks_come_first(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    world = World(config(staleness={"discipline": "window"}), path)
+    world = World(config(staleness={"order": "window"}), path)
     world.join("g0", 0)
     batches_of(world, 3)
-    world = World(config(staleness={"discipline": "window"}), killed(world, tmp_path, "k"), resumed=1)
+    world = World(config(staleness={"order": "window"}), killed(world, tmp_path, "k"), resumed=1)
     world.learner(1, weights(1))
     world.join("g0", 0)
     with pytest.raises(TransportError, match="published were f1"):  # of the line of history that is lost
@@ -131,12 +131,12 @@ def test_restarts_of_the_run_do_not_use_up_the_attempts_of_a_task(tmp_path: Path
         world.ledger.close()
 
 
-@pytest.mark.parametrize("discipline", ["window", "completion"])
+@pytest.mark.parametrize("order", ["window", "completion"])
 @pytest.mark.parametrize("seed", range(8))
-def test_kills_at_random_moments_lose_no_task_and_train_none_twice(tmp_path: Path, seed: int, discipline: str) -> None:
+def test_kills_at_random_moments_lose_no_task_and_train_none_twice(tmp_path: Path, seed: int, order: str) -> None:
     """Random kills of everything, checkpoints every second step; the end must be that of an undisturbed run."""
     rng = random.Random(seed)
-    cfg = config(run={"steps": 12}, staleness={"max_lag": 2, "discipline": discipline})
+    cfg = config(run={"steps": 12}, staleness={"max_lag": 2, "order": order})
     path, step, checkpoint, kills = tmp_path / "journal", 0, 0, 0
     while step < 12:
         world = World(cfg, path, resumed=checkpoint)
@@ -166,7 +166,7 @@ def test_kills_at_random_moments_lose_no_task_and_train_none_twice(tmp_path: Pat
     assert kills > 0
     done = trained(path)
     assert set(done.values()) == {1} and len(done) == 12 * BATCH
-    if discipline == "window":
+    if order == "window":
         assert done == Counter(range(12 * BATCH))
     with _core.Ledger(path) as ledger:
         counts = ledger.counts()

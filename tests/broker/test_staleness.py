@@ -1,4 +1,4 @@
-"""Masking, dropping and the window discipline."""
+"""Masking, dropping and the window order."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_window_never_exceeds_the_lag_bound(seed: int) -> None:
     world = World(
         config(
             run={"steps": 60, "max_failures_in_a_row": 1000},
-            staleness={"max_lag": lag, "discipline": "window"},
+            staleness={"max_lag": lag, "order": "window"},
             learner={"batch_trajectories": batch},
         )
     )

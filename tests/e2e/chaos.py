@@ -70,7 +70,7 @@ class Chaos:
         """Starts the run, makes the events, lets the run end; returns when it has. Raises `AssertionError` else."""
         self.folder.mkdir(parents=True, exist_ok=True)
         values = {"folder": str(self.folder), "model": str(self.model), "seed": self.seed, "steps": self.steps}
-        text = RUN.format(**values, every=3, discipline="window").replace("restart_killed = false", "")
+        text = RUN.format(**values, every=3, order="window").replace("restart_killed = false", "")
         text = text.replace("count = 1", f"count = {GENERATORS}").replace(
             "peer_timeout_s = 10.0", "peer_timeout_s = 4.0"
         )

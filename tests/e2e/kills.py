@@ -60,7 +60,7 @@ critic_warmup_steps = 1
 save_every_steps = {every}
 [staleness]
 max_lag = 2
-discipline = {discipline!r}
+order = {order!r}
 [eval]
 every_steps = 0
 [transport]
@@ -95,7 +95,7 @@ class Story:
     seed: int
     steps: int = 24
     every: int = 2
-    discipline: str = "window"
+    order: str = "window"
     lives: list[dict[str, object]] = field(default_factory=list)
     kills: Counter[str] = field(default_factory=Counter)
 
@@ -121,7 +121,7 @@ class Story:
         run_file = self.folder / "run.toml"
         if not run_file.exists():
             values = {"folder": str(self.folder), "model": str(self.model), "seed": self.seed, "steps": self.steps}
-            run_file.write_text(RUN.format(**values, every=self.every, discipline=self.discipline))
+            run_file.write_text(RUN.format(**values, every=self.every, order=self.order))
         resume = ["--resume"] if (self.run_folder / "config.json").exists() else []
         known = len(self._texts())
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()} | (
@@ -194,13 +194,13 @@ class Story:
 
     def check(self) -> None:
         """Raises `AssertionError` unless every task of the undisturbed run was trained exactly once."""
-        said = f"seed {self.seed}, {self.learner} learner, {self.discipline}"
+        said = f"seed {self.seed}, {self.learner} learner, {self.order}"
         _, history = ledger_history(self.run_folder / "journal")
         expected = Counter(range(4 * self.steps))  # what an undisturbed run trains: no rollout of these fails
         trained = Counter(ordinal for step in history for ordinal, _ in step["tasks"])
         assert trained == expected, f"{said}: lost {expected - trained}, twice {trained - expected}"
         assert [step["step"] for step in history] == list(range(1, self.steps + 1)), said
-        if self.discipline == "window":
+        if self.order == "window":
             batches = [sorted(ordinal for ordinal, _ in step["tasks"]) for step in history]
             assert batches == [list(range(4 * n, 4 * n + 4)) for n in range(self.steps)], said
         last, ignored = newest(self.run_folder / "checkpoints")

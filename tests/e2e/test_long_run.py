@@ -28,9 +28,9 @@ STEPS = 80
 )
 def test_a_short_ledger_is_enough_to_go_on(tmp_path, tiny_model, monkeypatch, restarts, wishes, kills):
     monkeypatch.setenv("STEP_S", "0.06")
-    story = Story(tmp_path, tiny_model, "plain", 5, steps=STEPS, discipline="window")
+    story = Story(tmp_path, tiny_model, "plain", 5, steps=STEPS, order="window")
     values = {"folder": str(tmp_path), "model": str(tiny_model), "seed": 5, "steps": STEPS, "every": 4}
-    run_file = RUN.format(**values, discipline="window") + "[buffer]\nledger_growth_bytes = 1500\n"
+    run_file = RUN.format(**values, order="window") + "[buffer]\nledger_growth_bytes = 1500\n"
     (tmp_path / "run.toml").write_text(run_file.replace("restart_killed = false", f"restart_killed = {restarts}"))
     for wish in wishes:
         assert story.start(Wish(point=wish)) == 1
@@ -59,7 +59,7 @@ def test_a_short_ledger_is_enough_to_go_on(tmp_path, tiny_model, monkeypatch, re
 def test_a_run_whose_output_nobody_reads_any_more_goes_on(tmp_path, tiny_model):
     """`sao train run.toml | head -1`."""
     values = {"folder": str(tmp_path), "model": str(tiny_model), "seed": 5, "steps": 8, "every": 4}
-    (tmp_path / "run.toml").write_text(RUN.format(**values, discipline="window"))
+    (tmp_path / "run.toml").write_text(RUN.format(**values, order="window"))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
     command = [*PROGRAMS["plain"], "train", str(tmp_path / "run.toml")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -34,7 +34,7 @@ def records(folder: Path, kind: str) -> list[dict]:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_run_that_is_killed_again_and_again_ends_as_an_undisturbed_one(tmp_path, tiny_model, seed):
     """A few kills only; `bench/kills.py` makes 200."""
-    story = Story(tmp_path, tiny_model, "plain", seed, steps=10, discipline=("completion", "window")[seed % 2])
+    story = Story(tmp_path, tiny_model, "plain", seed, steps=10, order=("completion", "window")[seed % 2])
     story.play(4, slowest_s=2.0)
     story.check()
     assert story.kills.total() >= 1, story.lives
@@ -52,7 +52,7 @@ def resumed(tmp_path_factory, tiny_model) -> Path:
     """A run with the real learner whose second checkpoint was cut off; it goes on with two ranks, deterministic."""
     folder = tmp_path_factory.mktemp("resumed")
     values = {"folder": str(folder), "model": str(tiny_model), "seed": 3, "steps": 8, "every": 2}
-    (folder / "run.toml").write_text(RUN.format(**values, discipline="window"))
+    (folder / "run.toml").write_text(RUN.format(**values, order="window"))
     more = ["learner.deterministic=true", "telemetry.keep_trajectories=8", "learner.checkpoints_kept=4"]
     killed = sao(folder, "train", "run.toml", *more, SAO_KILL_AT="save.manifest:2")
     assert killed.returncode == 1 and "learner ended unexpectedly (killed by SIGKILL)" in killed.stdout
@@ -108,7 +108,7 @@ def test_a_step_that_is_not_the_same_is_said_to_differ(resumed, tmp_path):
 
 def test_a_disk_that_is_full_is_said_and_training_goes_on(tmp_path, tiny_model):
     values = {"folder": str(tmp_path), "model": str(tiny_model), "seed": 3, "steps": 6, "every": 2}
-    (tmp_path / "run.toml").write_text(RUN.format(**values, discipline="completion"))
+    (tmp_path / "run.toml").write_text(RUN.format(**values, order="completion"))
     run = sao(tmp_path, "train", "run.toml", SAO_FAIL_AT="save.state:2")
     assert run.returncode == 0, run.stdout + run.stderr
     (event,) = [r for r in records(tmp_path, "event") if r["level"] == "error"]
@@ -119,7 +119,7 @@ def test_a_disk_that_is_full_is_said_and_training_goes_on(tmp_path, tiny_model):
 
 def test_when_the_last_checkpoint_cannot_be_saved_the_run_has_failed(tmp_path, tiny_model):
     values = {"folder": str(tmp_path), "model": str(tiny_model), "seed": 3, "steps": 4, "every": 2}
-    (tmp_path / "run.toml").write_text(RUN.format(**values, discipline="completion"))
+    (tmp_path / "run.toml").write_text(RUN.format(**values, order="completion"))
     run = sao(tmp_path, "train", "run.toml", SAO_FAIL_AT="save.model:2")
     assert run.returncode == 1 and "No space left on device" in run.stdout, run.stdout
     assert newest(tmp_path / "r" / "checkpoints")[0].step == 2
@@ -128,7 +128,7 @@ def test_when_the_last_checkpoint_cannot_be_saved_the_run_has_failed(tmp_path, t
     again = sao(tmp_path, "train", "run.toml", "--resume")
     assert "resumed after step 2" in again.stdout, again.stdout
     assert again.returncode == 0 and newest(tmp_path / "r" / "checkpoints")[0].step == 4, again.stdout
-    Story(tmp_path, tiny_model, "torch", 3, steps=4, discipline="completion").check()
+    Story(tmp_path, tiny_model, "torch", 3, steps=4, order="completion").check()
     once_more = sao(tmp_path, "train", "run.toml", "--resume")
     assert once_more.returncode == 0 and "the run is complete: step 4 of 4" in once_more.stdout
     wrong = sao(tmp_path, "train", "run.toml", "--resume", "learner.batch_trajectories=8")

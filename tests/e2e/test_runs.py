@@ -127,7 +127,7 @@ def test_a_killed_learner_ends_the_run_by_name_where_it_is_not_started_again(sta
 
 
 def test_whoever_is_killed_is_started_again_and_nothing_is_lost(start):
-    run = start("run.steps=12", "learner.save_every_steps=4", "staleness.discipline='window'", "generator.count=2")
+    run = start("run.steps=12", "learner.save_every_steps=4", "staleness.order='window'", "generator.count=2")
     run.until("step", count=2)
     run.actor("g0").kill()
     run.until("event", "incarnation 1")

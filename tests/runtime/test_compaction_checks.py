@@ -60,10 +60,10 @@ def test_the_scripted_engine_has_no_summariser() -> None:
 
 def test_preflight_counts_the_request_with_the_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
     """Three words: 6 + 12 + 3 + 6 without the markup, which only a generator knows."""
-    assert not preflight.compaction(configured(tiny_model, tmp_path, threshold_tokens=27))
+    assert not list(preflight.compaction(configured(tiny_model, tmp_path, threshold_tokens=27)))
     (found,) = preflight.compaction(configured(tiny_model, tmp_path, threshold_tokens=26))
     assert "26 must be at least" in found and "the summary request = 3" in found
-    assert not preflight.compaction(configured(tiny_model, tmp_path, threshold_tokens=26, clip=True))
+    assert not list(preflight.compaction(configured(tiny_model, tmp_path, threshold_tokens=26, clip=True)))
     (found,) = preflight.compaction(configured(tiny_model, tmp_path, context=27))
     assert "must be below sampling.context_tokens = 27" in found
 

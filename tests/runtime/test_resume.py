@@ -134,8 +134,8 @@ def test_checkpoints_of_which_none_is_usable_are_not_passed_over(run):
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"attempt": 1}, "another line of journal"),
-        ({"lease": 9}, "another line of journal"),
+        ({"attempt": 1}, "rewound since"),
+        ({"lease": 9}, "rewound since"),
         ({"trained": [[0, 4], [6, 7]]}, "other tasks were trained than journal says"),
     ],
 )
@@ -156,7 +156,7 @@ def test_a_checkpoint_of_a_line_that_was_lost_is_ignored(run):
         step(run, ledger, 2)
     found = resume.find(run, run.folder)
     assert found.step == 1
-    assert ["knows no step 3" in found.ignored[0][1], "another line" in found.ignored[1][1]] == [True, True]
+    assert ["knows no step 3" in found.ignored[0][1], "rewound since" in found.ignored[1][1]] == [True, True]
 
 
 def test_a_damaged_or_absent_ledger_is_no_reason_to_begin_again(run):

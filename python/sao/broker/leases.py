@@ -163,7 +163,7 @@ class LeaseTable:
         others are before it, so it is used in the (max_lag + 1)-th update from then at the latest: no token exceeds
         `max_lag`.
         """
-        if self.config.staleness.discipline == "window":
+        if self.config.staleness.order == "window":
             return self.store.take_tasks(self.book.head(n) or [])
         if self.book.group_size > 1:
             return self.store.take_tasks(self.book.whole_groups(n) or [])

@@ -1,4 +1,4 @@
-"""Which settings go together with which estimator of advantages; what has no effect is refused, not ignored."""
+"""Rules of the estimators of advantages: which settings go with which; what has no effect is refused, not ignored."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 Location = tuple[Any, ...]
 NEAR = 0.75  # similarity from which a name is worth suggesting
 MOVED = {  # keys that are gone -> what to do instead
+    "staleness.discipline": "use staleness.order",
     "generator.engines": "use generator.count: a generator has one engine",
 }
 PASSES = 4  # unknown keys and wrong values, missing fields, combinations in a section, combinations of sections

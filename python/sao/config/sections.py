@@ -31,7 +31,7 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    """What is run, where its files go and for how long."""
+    """The run: its name, where its files go and how long it is."""
 
     name: str = Field(
         "run",
@@ -85,7 +85,7 @@ class EnvSection(Section):
 
 
 class SamplingSection(Section):
-    """How the policy is sampled. Only temperature may shape training samples."""
+    """Sampling of the policy. Only temperature may shape training samples."""
 
     temperature: float = Field(1.0, gt=0, le=10, description="of training rollouts; 1 is the model's own distribution")
     max_response_tokens: int = Field(256, ge=1, description="sampled tokens per turn at most")
@@ -256,13 +256,13 @@ class ValuePretrainingSection(Section):
 
 
 class StalenessSection(Section):
-    """How far behind a token's policy version may be, and what happens beyond."""
+    """Staleness: how far behind a token's policy version may be, and what happens beyond."""
 
     max_lag: int = Field(4, ge=0, description="largest lag in policy versions")
     stale: Literal["mask", "drop"] = Field(
         "mask", description="mask: no policy loss for the token; drop: whole rollout"
     )
-    discipline: Literal["completion", "window"] = Field(
+    order: Literal["completion", "window"] = Field(
         "completion", description="completion: trained as they finish; window: in task order, no token exceeds max_lag"
     )
 
@@ -342,7 +342,7 @@ class TransportSection(Section):
 
 
 class TelemetrySection(Section):
-    """What is written and shown."""
+    """Records of the run: what is written and shown."""
 
     tensorboard: bool = Field(True, description="TensorBoard files, where tensorboard is installed (extra `tracking`)")
     wandb: bool = Field(False, description="Weights & Biases; needs the package wandb")

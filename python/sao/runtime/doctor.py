@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -96,27 +97,25 @@ def _table(rows: Sequence[tuple[Text, ...]], console: Console | None) -> None:
 
 def findings() -> list[Finding]:
     """All checks in order. Removes what killed runs left behind."""
-    checks = (_python, _core, _torch, _packages, _sandbox, _machine, _sockets, _leftovers)
+    checks = (_python, _torch, _packages, _sandbox, _machine, _sockets, _leftovers)
     return [finding for check in checks for finding in check()]
 
 
-def _python() -> list[Finding]:
+def _python() -> Iterator[Finding]:
     text = f"{platform.python_version()} ({sys.executable}), {platform.system()} {platform.machine()}"
-    return [Finding("python", "ok", text)]
-
-
-def _core() -> list[Finding]:
+    yield Finding("python", "ok", text)
     try:
         import sao._core
 
-        return [Finding("sao", "ok", f"{version('sao')}, core {sao._core.__file__}")]
+        yield Finding("sao", "ok", f"{version('sao')}, core {sao._core.__file__}")
     except ImportError as error:
-        return [Finding("sao", "fault", f"the native core does not load ({error}): maturin develop --release")]
+        yield Finding("sao", "fault", f"the native core does not load ({error}): maturin develop --release")
 
 
-def _torch() -> list[Finding]:
-    if importlib.util.find_spec("torch") is None:
-        return [Finding("torch", "fault", "not installed: pip install 'sao[train]'")]
+def _torch() -> Iterator[Finding]:
+    if not _installed("torch"):
+        yield Finding("torch", "fault", "not installed: pip install 'sao[train]'")
+        return
     try:
         probe = subprocess.run(
             [sys.executable, "-c", _TORCH_PROBE], capture_output=True, text=True, timeout=TORCH_PROBE_S, check=True
@@ -124,57 +123,58 @@ def _torch() -> list[Finding]:
         has = json.loads(probe.stdout)
     except (subprocess.SubprocessError, ValueError) as error:
         detail = getattr(error, "stderr", "") or str(error)
-        return [Finding("torch", "fault", f"{version('torch')} does not import: {detail.strip().splitlines()[-1]}")]
-    gpus = has["gpus"]
-    found = [Finding("torch", "ok", f"{version('torch')}, {has['threads']} threads by default")]
-    found.append(Finding("devices", "ok", ", ".join(gpus) if gpus else f"CPU ({has['cpu']}), no GPU"))
-    vllm = importlib.util.find_spec("vllm") is not None
-    engines = f"torch{', vllm' if vllm else ''}; attention of the learner, best first: {', '.join(has['attention'])}"
-    return [*found, Finding("engines", "ok", engines)]
+        yield Finding("torch", "fault", f"{version('torch')} does not import: {detail.strip().splitlines()[-1]}")
+        return
+    yield Finding("torch", "ok", f"{version('torch')}, {has['threads']} threads by default")
+    yield Finding("devices", "ok", ", ".join(has["gpus"]) or f"CPU ({has['cpu']}), no GPU")
+    engines = "torch, vllm" if _installed("vllm") else "torch"
+    yield Finding("engines", "ok", f"{engines}; attention of the learner, best first: {', '.join(has['attention'])}")
 
 
-def _packages() -> list[Finding]:
-    found = [Finding("pyzmq", "ok", version("pyzmq"))]
+def _packages() -> Iterator[Finding]:
+    yield Finding("pyzmq", "ok", version("pyzmq"))
     for package, without in OPTIONAL.items():
-        here = importlib.util.find_spec(package) is not None
-        found.append(Finding(package, "ok", _version(package)) if here else Finding(package, "note", without))
-    return [*found, Finding("environments", "ok", ", ".join(registry.names()))]
+        here = _installed(package)
+        yield Finding(package, "ok" if here else "note", _version(package) if here else without)
+    yield Finding("environments", "ok", ", ".join(registry.names()))
 
 
-def _sandbox() -> list[Finding]:
-    path, found = sandbox.bubblewrap()
-    if path is not None:
-        return [Finding("sandbox", "ok", f"{found} ({path})")]
-    return [Finding("sandbox", "note", f"environment 'workspace' refuses to run scripts: {found}")]
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def _version(package: str) -> str:
     for name in (package, package.replace("_", "-"), f"{package}-cpu"):
-        try:
+        with suppress(PackageNotFoundError):
             return version(name)
-        except PackageNotFoundError:
-            continue
     return "installed"
 
 
-def _machine() -> list[Finding]:
+def _sandbox() -> Iterator[Finding]:
+    path, found = sandbox.bubblewrap()
+    if path is not None:
+        yield Finding("sandbox", "ok", f"{found} ({path})")
+    else:
+        yield Finding("sandbox", "note", f"environment 'workspace' refuses to run scripts: {found}")
+
+
+def _machine() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
-    found = [
-        Finding("cpus", "ok", f"{launch.available_cpus()} usable of {psutil.cpu_count()}"),
-        Finding("memory", "ok", f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB"),
-    ]
+    yield Finding("cpus", "ok", f"{launch.available_cpus()} usable of {psutil.cpu_count()}")
+    yield Finding("memory", "ok", f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB")
     if not folders.SHARED_MEMORY.is_dir():
-        return [*found, Finding("shared memory", "note", "no /dev/shm: weights go through the run folder")]
+        yield Finding("shared memory", "note", "no /dev/shm: weights go through the run folder")
+        return
     free = shutil.disk_usage(folders.SHARED_MEMORY).free
-    state: State = "ok" if free > GIB else "note"
-    return [*found, Finding("shared memory", state, f"{free / GIB:.1f} GiB free; four copies of the weights must fit")]
+    text = f"{free / GIB:.1f} GiB free; four copies of the weights must fit"
+    yield Finding("shared memory", "ok" if free > GIB else "note", text)
 
 
-def _sockets() -> list[Finding]:
+def _sockets() -> Iterator[Finding]:
     folder = private_folder(ownership.PREFIX, str(folders.SOCKETS))
     try:
-        endpoints = {"ipc": f"ipc://{folder / 'doctor'}", "loopback tcp": "tcp://127.0.0.1:0"}
-        return [_reachable(kind, endpoint) for kind, endpoint in endpoints.items()]
+        yield _reachable("ipc", f"ipc://{folder / 'doctor'}")
+        yield _reachable("loopback tcp", "tcp://127.0.0.1:0")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -200,6 +200,6 @@ def _reachable(kind: str, endpoint: str) -> Finding:
         actor.close()
 
 
-def _leftovers() -> list[Finding]:
-    gone = ", ".join(map(str, folders.remove_stale()))
-    return [Finding("leftovers", "note", f"removed {gone}, left by runs that were killed")] if gone else []
+def _leftovers() -> Iterator[Finding]:
+    if gone := ", ".join(map(str, folders.remove_stale())):
+        yield Finding("leftovers", "note", f"removed {gone}, left by runs that were killed")

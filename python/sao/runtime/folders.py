@@ -75,7 +75,7 @@ def make_run_folder(folder: Path, *, overwrite: bool) -> None:
 
 
 def run_folder_fault(folder: Path, *, overwrite: bool) -> str | None:
-    """Why `folder` cannot become the folder of a new run, or None. Touches nothing."""
+    """The reason why `folder` cannot become the folder of a new run, or None. Touches nothing."""
     if not folder.exists():
         return None
     if not folder.is_dir():

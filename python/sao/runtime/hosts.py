@@ -102,7 +102,7 @@ def learner(
 
 
 def snapshot(endpoint: str, name: str, *, keys: Path | None = None, wait_s: float = 60.0) -> dict[str, Any]:
-    """How the run of the broker at `endpoint` stands. Raises as `_ask` does."""
+    """The state of the run of the broker at `endpoint`. Raises as `_ask` does."""
     answer = _ask(endpoint, GetSnapshot(), name, keys, wait_s)
     assert isinstance(answer, Snapshot)
     return answer.state

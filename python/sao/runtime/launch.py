@@ -17,7 +17,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 @dataclass(frozen=True)
 class Places:
-    """Where the actors of a run find each other and their files."""
+    """The places at which the actors of a run find each other and their files."""
 
     run_folder: Path
     weights_folder: Path
@@ -31,7 +31,7 @@ class Places:
     """Starts of this run before this one."""
     resume_step: int | None = None
     checkpoint: Path | None = None
-    """Where a resumed run goes on."""
+    """The start of a resumed run."""
     returns: int = 0
     """Times that the learner has lost steps in this start of the run."""
     alone: bool = False

@@ -1,10 +1,14 @@
-"""What can be known to be wrong before anything is started: files, names, packages. Nothing is created."""
+"""The checks before anything is started: files, names, packages, keys, ports. Nothing is created.
+
+What can be known from the configuration alone is checked in `sao.config`; who uses a value later does not check again.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -15,10 +19,10 @@ from sao.rollout.compaction import templates
 from sao.runtime import folders, launch
 from sao.runtime import resume as resuming
 from sao.telemetry import prometheus
-from sao.transport.keys import client_keys, server_keys
+from sao.transport.keys import SUPERVISOR, client_keys, server_keys
 
 Role = Literal["run", "broker", "learner", "generator", "eval"]
-"""What is about to be started here: a whole run, a part of a run that goes on elsewhere, or an evaluation."""
+"""The thing that is about to be started here: a whole run, a part of a run that goes on elsewhere, or an evaluation."""
 PACKAGES: Final = ("torch", "transformers", "safetensors")
 
 
@@ -29,116 +33,119 @@ def check(config: Config, *, role: Role = "run", overwrite: bool = False, resume
     """
     critic, faults = config.learner.critic_path, []
     if role in ("run", "broker"):
-        faults += _keys(config) + _metrics_port(config)
+        faults += [*_keys(config), *_metrics_port(config)]
     if role != "broker":
-        faults += _packages(config) + model_folder("model.path", config.model.path)
+        faults += [*_packages(config), *_model_folder("model.path", config.model.path)]
     if role in ("run", "learner") and critic:
-        faults += model_folder("learner.critic_path", critic)
+        faults += _model_folder("learner.critic_path", critic)
     if role in ("run", "generator", "eval"):
-        faults += _environment(config) + compaction(config)
+        faults += [*_environment(config), *compaction(config)]
     if resume:
         faults += resuming.faults(config)
     elif role in ("run", "broker") and (fault := folders.run_folder_fault(config.folder, overwrite=overwrite)):
         faults.append(fault)
     if faults:
         raise ConfigError("\n".join(faults))
-    return _warnings(config)
+    return list(_warnings(config))
 
 
-def _keys(config: Config) -> list[str]:
-    """What is wrong with the keys that processes on this host need."""
+def _keys(config: Config) -> Iterator[str]:
     transport = config.transport
     try:
         server_keys(transport.keys, transport.bind)
-        client_keys(transport.keys, transport.bind, "supervisor", "supervisor")
+        client_keys(transport.keys, transport.bind, SUPERVISOR, SUPERVISOR)
     except ConfigError as error:
-        return [f"transport.{error}"]
-    return []
+        yield f"transport.{error}"
 
 
-def _packages(config: Config) -> list[str]:
-    """Packages that the configuration needs and that are not installed, with the extra that brings them."""
-    engine, faults = config.generator.engine, []
-    extra, needed = ("vllm", (*PACKAGES, "vllm")) if engine == "vllm" else ("train", PACKAGES)
-    if absent := [name for name in needed if not _installed(name)]:
-        faults.append(
-            f"generator.engine: {engine!r} needs {', '.join(absent)}, not installed; "
-            f"install the extra: pip install 'sao[{extra}]'"
-        )
-    if config.telemetry.wandb and not _installed("wandb"):
-        faults.append("telemetry.wandb: needs wandb, not installed; pip install wandb")
-    return faults
-
-
-def _metrics_port(config: Config) -> list[str]:
-    """Whether the numbers can be served for Prometheus: its package, and the port, which is tried."""
+def _metrics_port(config: Config) -> Iterator[str]:
     port = config.telemetry.prometheus_port
     if port is None:
-        return []
+        return
     if not _installed("prometheus_client"):
         extra = "install the extra: pip install 'sao[tracking]'"
-        return [f"telemetry.prometheus_port: needs prometheus_client, not installed; {extra}"]
+        yield f"telemetry.prometheus_port: needs prometheus_client, not installed; {extra}"
+        return
     try:
         socket.create_server((prometheus.ADDRESS, port)).close()
     except OSError as error:
-        return [prometheus.taken(port, error)]
-    return []
+        yield prometheus.taken(port, error)
 
 
-def model_folder(field: str, path: str) -> list[str]:
-    """What a model folder lacks. A critic needs neither tokenizer nor chat template."""
+def _packages(config: Config) -> Iterator[str]:
+    engine = config.generator.engine
+    extra, needed = ("vllm", (*PACKAGES, "vllm")) if engine == "vllm" else ("train", PACKAGES)
+    if absent := ", ".join(name for name in needed if not _installed(name)):
+        install = f"install the extra: pip install 'sao[{extra}]'"
+        yield f"generator.engine: {engine!r} needs {absent}, not installed; {install}"
+    if config.telemetry.wandb and not _installed("wandb"):
+        yield "telemetry.wandb: needs wandb, not installed; pip install wandb"
+
+
+def _model_folder(field: str, path: str) -> Iterator[str]:
+    """The files that a model folder lacks. A critic needs neither tokenizer nor chat template."""
     folder = Path(path)
     if not folder.is_dir():
-        return [f"{field}: {folder} is not a folder"]
-    faults = []
+        yield f"{field}: {folder} is not a folder"
+        return
     if not (folder / "config.json").is_file():
-        faults.append(f"{field}: {folder} has no config.json")
+        yield f"{field}: {folder} has no config.json"
     if not any(folder.glob("*.safetensors")):
         other = sorted(path.name for path in folder.glob("*.bin"))
         hint = f"; {other[0]} is not read, convert it to safetensors" if other else ""
-        faults.append(f"{field}: {folder} has no *.safetensors{hint}")
-    if field != "learner.critic_path":
-        if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-            faults.append(f"{field}: {folder} has no tokenizer.json")
-        if not _has_chat_template(folder):
-            faults.append(f"{field}: {folder} has no chat template (chat_template.jinja, or in tokenizer_config.json)")
-    return faults
+        yield f"{field}: {folder} has no *.safetensors{hint}"
+    if field == "learner.critic_path":
+        return
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        yield f"{field}: {folder} has no tokenizer.json"
+    if not _has_chat_template(folder):
+        yield f"{field}: {folder} has no chat template (chat_template.jinja, or in tokenizer_config.json)"
 
 
-def _environment(config: Config) -> list[str]:
-    """What is wrong with the environment's name or arguments: one is made (not reset) and thrown away."""
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
     try:
-        made: Any = registry.make(config.env.name, **config.env.args)
+        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _environment(config: Config) -> Iterator[str]:
+    """Faults of the environment's name or arguments: one is made (not reset) and thrown away."""
+    name, args = config.env.name, config.env.args
+    try:
+        made: Any = registry.make(name, **args)
     except (ConfigError, EnvironmentFailure) as error:
-        return str(error).splitlines()
+        yield from str(error).splitlines()
+        return
     except Exception as error:  # the environment's own code, given arguments that it did not expect
-        return [f"env.args: {config.env.name!r} refused {config.env.args}: {type(error).__name__}: {error}"]
-    if not hasattr(made, "play"):
-        return []
-    faults = []
-    if not _installed("aiohttp"):
-        faults.append(f"env.name: {config.env.name!r}: agents need pip install 'sao[agents]'")
-    if config.compaction.enabled:
-        faults.append(f"compaction.enabled: {config.env.name!r} is an agent, which keeps its own context")
-    return faults
+        yield f"env.args: {name!r} refused {args}: {type(error).__name__}: {error}"
+        return
+    if hasattr(made, "play"):
+        if not _installed("aiohttp"):
+            yield f"env.name: {name!r}: agents need pip install 'sao[agents]'"
+        if config.compaction.enabled:
+            yield f"compaction.enabled: {name!r} is an agent, which keeps its own context"
 
 
-def compaction(config: Config) -> list[str]:
-    """What is wrong with the texts, the summariser and the lengths of `[compaction]`.
+def compaction(config: Config) -> Iterator[str]:
+    """Faults of the texts, the summariser and the lengths of `[compaction]`.
 
-    The markup around the summary request is known only to a generator, which checks again with it.
+    The chat markup around the summary request is counted by a generator only, which looks at the lengths once more.
     """
     part = config.compaction
     if not part.enabled:
-        return []
-    faults = model_folder("compaction.summariser", part.summariser) if part.summariser else []
+        return
+    if part.summariser:
+        yield from _model_folder("compaction.summariser", part.summariser)
     try:
         request, _ = templates(config)
     except ConfigError as error:
-        return [*faults, str(error)]
-    if (size := _tokens(Path(config.model.path), request.text)) is None:
-        return faults
-    return faults + config.compaction_threshold(size)[1]
+        yield str(error)
+        return
+    if (size := _tokens(Path(config.model.path), request.text)) is not None:
+        yield from config.compaction_threshold(size)[1]
 
 
 def _tokens(folder: Path, text: str) -> int | None:
@@ -153,33 +160,19 @@ def _tokens(folder: Path, text: str) -> int | None:
         return None
 
 
-def _has_chat_template(folder: Path) -> bool:
-    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
-        return True
-    try:
-        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
-def _warnings(config: Config) -> list[str]:
+def _warnings(config: Config) -> Iterator[str]:
     generator, learner, transport, telemetry = config.generator, config.learner, config.transport, config.telemetry
-    warnings = []
     threads, cpus = generator.count * generator.threads + learner.ranks * learner.threads, launch.available_cpus()
     if threads > 2 * cpus:
-        warnings.append(
-            f"generator.count * generator.threads + learner.ranks * learner.threads = {threads} threads on {cpus} CPUs"
-        )
+        sums = "generator.count * generator.threads + learner.ranks * learner.threads"
+        yield f"{sums} = {threads} threads on {cpus} CPUs"
     if transport.allow_remote and transport.keys is None:
-        warnings.append(f"transport.bind: {transport.bind} is open to the network; peers are not authenticated")
-    for package, key, wanted in (
-        ("tensorboard", "tensorboard", telemetry.tensorboard),
-        ("matplotlib", "plot", telemetry.plot),
-    ):
-        if wanted and not _installed(package):
-            text = f"{package} is not installed, so it is left out; pip install 'sao[tracking]'"
-            warnings.append(f"telemetry.{key}: {text}")
-    return warnings
+        yield f"transport.bind: {transport.bind} is open to the network; peers are not authenticated"
+    left_out = "is not installed, so it is left out; pip install 'sao[tracking]'"
+    if telemetry.tensorboard and not _installed("tensorboard"):
+        yield f"telemetry.tensorboard: tensorboard {left_out}"
+    if telemetry.plot and not _installed("matplotlib"):
+        yield f"telemetry.plot: matplotlib {left_out}"
 
 
 def _installed(package: str) -> bool:

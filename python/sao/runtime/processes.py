@@ -24,7 +24,7 @@ ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Command:
-    """What is run for one actor: its role, its name, the argument vector and the variables set on top of ours."""
+    """The command of one actor: its role, its name, the argument vector and the variables set on top of ours."""
 
     role: str
     name: str

@@ -21,11 +21,11 @@ from sao.telemetry.recording import read_step, recorded_steps, step_path
 
 LIMIT_S = 3600.0
 _DECIDE = ("model", "algorithm", "compaction", "learner", "staleness")
-_DECIDE_NOTHING = ("save_every_steps", "checkpoints_kept", "max_skipped_in_a_row", "stale", "discipline")
+_DECIDE_NOTHING = ("save_every_steps", "checkpoints_kept", "max_skipped_in_a_row", "stale", "order")
 
 
 def replay(run_folder: Path, step: int) -> tuple[str, bool]:
-    """What came of it, as text, and whether everything was the same to the bit.
+    """The comparison as text, and whether everything was the same to the bit.
 
     Raises `ConfigError` that says what is missing, `CheckpointError` for a damaged checkpoint, `LearnerError` when the
     step itself fails.
@@ -33,7 +33,7 @@ def replay(run_folder: Path, step: int) -> tuple[str, bool]:
     checkpoint, first = _origin(run_folder, step)
     paths = [step_path(run_folder / "trajectories", number) for number in range(first, step + 1)]
     metas = [read_step(path).meta for path in paths]
-    _check_line(run_folder, first, metas)
+    _check_records(run_folder, first, metas)
     _check_settings(first, metas)
     config = parse(metas[-1]["config"], source=str(paths[-1]))
     if not Path(config.model.path).is_dir():
@@ -65,7 +65,7 @@ def _origin(run_folder: Path, step: int) -> tuple[Checkpoint | None, int]:
     )
 
 
-def _check_line(run_folder: Path, first: int, metas: list[dict[str, Any]]) -> None:
+def _check_records(run_folder: Path, first: int, metas: list[dict[str, Any]]) -> None:
     """A record that a resume has left behind is not of the run as it went."""
     _, history = ledger_history(run_folder / "journal", first - 1)
     trained = {step["step"]: [list(task) for task in step["tasks"]] for step in history}
@@ -90,7 +90,7 @@ def _check_settings(first: int, metas: list[dict[str, Any]]) -> None:
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """What decides the bits of a step."""
+    """The settings that decide the bits of a step."""
     linear = config["learner"]["lr_decay"] == "linear"
     return {
         f"{section}.{key}": value

@@ -1,4 +1,4 @@
-"""From where a run goes on, and whether it may: its newest complete checkpoint that its ledger knows.
+"""The resume of a run: from its newest complete checkpoint that its ledger knows.
 
 The ledger says which tasks were trained in which step, the checkpoint which tasks its weights have seen. Both must
 agree; steps after the checkpoint are lost and their tasks are played again (the broker takes them back in the ledger).
@@ -35,7 +35,10 @@ ALL_MAY_CHANGE = {"generator", "staleness", "buffer", "eval", "transport", "tele
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a run goes on. `checkpoint`: None when none was saved; it then starts from the start policy, at step 0."""
+    """The point from which a run goes on.
+
+    `checkpoint`: None when none was saved; it then starts from the start policy, at step 0.
+    """
 
     start: int  # starts of this run before this one
     step: int
@@ -48,7 +51,7 @@ class Resume:
 
 
 def faults(config: Config) -> list[str]:
-    """Why the run in the configuration's folder cannot be resumed with it. Touches nothing."""
+    """The reasons why the run in the configuration's folder cannot be resumed with it. Touches nothing."""
     folder = config.folder
     try:
         before = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -66,8 +69,8 @@ def faults(config: Config) -> list[str]:
 
 
 def find(config: Config, run_folder: Path, *, tidy: bool = False) -> Resume:
-    """Where the run goes on. Changes nothing; or with `tidy`, for whoever holds the folder, ends first what a killed
-    writer began: a checkpoint that was about to be replaced is found under its own name then.
+    """The point from which the run goes on. Changes nothing; or with `tidy`, for whoever holds the folder, ends first
+    what a killed writer began: a checkpoint that was about to be replaced is found under its own name then.
 
     Raises `CheckpointError` when there are checkpoints but none of them is usable, `LedgerError` when the ledger is
     damaged, or no longer knows the steps before a checkpoint that is not there any more.
@@ -88,7 +91,7 @@ def find(config: Config, run_folder: Path, *, tidy: bool = False) -> Resume:
 
 
 def begin(resume: Resume, run_folder: Path) -> list[str]:
-    """Prepares the run folder; returns what a user should be told. For whoever holds the folder (`folders.hold`)."""
+    """Prepares the run folder; returns what a user should know. For whoever holds the folder (`folders.hold`)."""
     for left in run_folder.glob(f"{ownership.PREFIX}*"):  # weights of a start without shared memory
         shutil.rmtree(left, ignore_errors=True)
     unfinished = run_folder / f".{STARTS}"
@@ -98,7 +101,7 @@ def begin(resume: Resume, run_folder: Path) -> list[str]:
 
 
 def settle(resume: Resume, run_folder: Path) -> list[str]:
-    """Puts the checkpoints in order while no learner runs; returns what a user should be told."""
+    """Puts the checkpoints in order while no learner runs; returns what a user should know."""
     texts = [*resume.tidied, *checkpoints.tidy(run_folder / "checkpoints")]
     for path, reason in resume.ignored:
         texts.append(f"ignored checkpoint: {reason}; it is now {checkpoints.set_aside(path)}")
@@ -109,16 +112,18 @@ def settle(resume: Resume, run_folder: Path) -> list[str]:
 
 def _agree(ledger: Path, checkpoint: Checkpoint) -> None:
     """Raises `CheckpointError` unless the ledger says that exactly the checkpoint's tasks were trained."""
-    facts: dict[str, Any] = checkpoint.manifest["ledger"]
+    saved: dict[str, Any] = checkpoint.manifest["ledger"]
     runs, steps = ledger_history(ledger, checkpoint.step - 1)
     step = next((step for step in steps if step["step"] == checkpoint.step), None)
     if step is None:
         raise CheckpointError(f"{checkpoint.path}: {ledger.name} knows no step {checkpoint.step}")
-    if (step["lease"], [list(task) for task in step["tasks"]]) != (facts["lease"], facts["tasks"]):
-        raise CheckpointError(f"{checkpoint.path}: step {checkpoint.step} is that of another line of {ledger.name}")
+    if (step["lease"], [list(task) for task in step["tasks"]]) != (saved["lease"], saved["tasks"]):
+        raise CheckpointError(
+            f"{checkpoint.path}: step {checkpoint.step} contradicts {ledger.name}, which was rewound since"
+        )
     trained = Ordinals(runs)
     trained.add(ordinal for ordinal, _ in step["tasks"])
-    if trained.runs != facts["trained"]:
+    if trained.runs != saved["trained"]:
         raise CheckpointError(f"{checkpoint.path}: other tasks were trained than {ledger.name} says")
 
 

@@ -51,7 +51,7 @@ Report = Callable[[str, dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: the exit code of `sao train` and why."""
+    """The end of a run: the exit code of `sao train` and the reason."""
 
     exit_code: int
     reason: str

@@ -137,7 +137,7 @@ def _places(config: Config, sockets: Path, weights: Path, found: Resume | None, 
 
 
 def _summary(run_folder: Path, config: Config, console: Console) -> None:
-    """What came of it: held-out success first and last, the model, the curves."""
+    """Prints what came of the run: held-out success first and last, the model, the curves."""
     records = sinks.surviving(sinks.read(run_folder / "metrics.jsonl"))
     held_out = [record for record in records if record["kind"] == "eval" and record["success"] is not None]
     if held_out:

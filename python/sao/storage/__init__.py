@@ -1,1 +1,1 @@
-"""What is on disk: checkpoints, owners of folders, and the points at which tests break it."""
+"""Things of the machine that all layers use: checkpoints, owners of folders, parent death, and failpoints."""

@@ -98,12 +98,12 @@ class Draft:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
 
-    def commit(self, facts: dict[str, Any], kept: int) -> Path:
+    def commit(self, metadata: dict[str, Any], kept: int) -> Path:
         """Writes checksums and manifest, makes the checkpoint visible, and removes all but the newest `kept`.
 
-        `facts`: what JSON can hold, `version` (the policy's) among it. A checkpoint of the same step is replaced: until
-        the new one has its name, the old one is either under its own or found again by `tidy`. Raises `OSError`; the
-        caller then abandons the draft.
+        `metadata`: what JSON can hold, `version` (the policy's) among it. A checkpoint of the same step is replaced:
+        until the new one has its name, the old one is either under its own or found again by `tidy`. Raises `OSError`;
+        the caller then abandons the draft.
         """
         names = sorted(path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file())
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
@@ -112,7 +112,7 @@ class Draft:
             name: {"bytes": (self.folder / name).stat().st_size, "blake2b": digest}
             for name, digest in zip(names, digests, strict=True)
         }
-        manifest = {"format": FORMAT, "step": self.step, **facts, "files": files}
+        manifest = {"format": FORMAT, "step": self.step, **metadata, "files": files}
         manifest["digest"] = _manifest_digest(manifest)
         _write(self.folder / MANIFEST, json.dumps(manifest, indent=1).encode())
         for folder in [*(path for path in self.folder.rglob("*") if path.is_dir()), self.folder]:
@@ -163,14 +163,14 @@ def verify(path: Path) -> Checkpoint:
     for name in sorted(present ^ listed.keys()):
         fault = "listed in the manifest, not there" if name in listed else "not listed in the manifest"
         raise CheckpointError(f"{path / name}: {fault}")
-    for name, facts in listed.items():
+    for name, entry in listed.items():
         size = (path / name).stat().st_size
-        if size != facts["bytes"]:
-            raise CheckpointError(f"{path / name}: {size} bytes, expected {facts['bytes']}")
+        if size != entry["bytes"]:
+            raise CheckpointError(f"{path / name}: {size} bytes, expected {entry['bytes']}")
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         digests = list(pool.map(lambda name: _digest(path / name), listed))
-    for (name, facts), digest in zip(listed.items(), digests, strict=True):
-        if digest != facts["blake2b"]:
+    for (name, entry), digest in zip(listed.items(), digests, strict=True):
+        if digest != entry["blake2b"]:
             raise CheckpointError(f"{path / name}: its checksum differs from the manifest's")
     return checkpoint
 

@@ -1,4 +1,7 @@
-"""Whose a folder outside a run's own is: a file `owner` in it, so that what a killed process left can be removed."""
+"""Owners of folders: a file `owner` says whose a folder is, so that what a killed process left can be removed.
+
+An owner is a process: its number and its start time, since numbers come again.
+"""
 
 from __future__ import annotations
 
