@@ -34,18 +34,14 @@ def main() -> None:
     )
     folders.make_run_folder(folder, overwrite=False)
     (folder / "scenario").write_text(" ".join(scenario))
-    private = folders.make_private(folder)
 
     def report(kind: str, fields: dict[str, object]) -> None:
         print(json.dumps({"kind": kind, **fields}), flush=True)
 
-    places = launch.Places.of(config, private.sockets, private.weights)
-    report("private", {"sockets": str(private.sockets), "weights": str(private.weights)})
-    running = Supervisor(config, places, folder / "logs", report)
-    try:
-        outcome = running.run()
-    finally:
-        private.remove()
+    with folders.private(folder) as private:
+        places = launch.Places.of(config, private.sockets, private.weights)
+        report("private", {"sockets": str(private.sockets), "weights": str(private.weights)})
+        outcome = Supervisor(config, places, folder / "logs", report).run()
     report("outcome", {"exit_code": outcome.exit_code, "reason": outcome.reason})
     sys.exit(outcome.exit_code)
 

@@ -27,23 +27,24 @@ def bases(tmp_path, monkeypatch):
 
 
 def test_private_folders_are_for_this_user_only_and_go_away(tmp_path):
-    private = folders.make_private(tmp_path)
-    for folder in (private.sockets, private.weights):
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        (folder / "file").write_text("x")
-    assert private.weights.parent == tmp_path / "shm"
-    assert folders.stale() == []
-    private.remove()
+    with folders.private(tmp_path) as private:
+        for folder in (private.sockets, private.weights):
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+            (folder / "file").write_text("x")
+        assert private.weights.parent == tmp_path / "shm"
+        assert folders.stale() == []
     assert not private.sockets.exists() and not private.weights.exists()
-    private.remove()  # once more is no error
+    with folders.private(tmp_path) as private:
+        shutil.rmtree(private.weights)  # that it is gone already is no error
 
 
 def test_without_shared_memory_weights_go_to_the_run_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "SHARED_MEMORY", tmp_path / "absent")
     run_folder = tmp_path / "run"
     run_folder.mkdir()
-    assert folders.make_private(run_folder).weights.parent == run_folder
-    assert folders.stale() == []
+    with folders.private(run_folder) as private:
+        assert private.weights.parent == run_folder
+        assert folders.stale() == []
 
 
 def dead_pid() -> int:
@@ -53,23 +54,23 @@ def dead_pid() -> int:
 
 
 def test_only_folders_of_dead_owners_are_stale(tmp_path):
-    alive = folders.make_private(tmp_path)
-    dead = tmp_path / "shm" / "sao-dead"
-    dead.mkdir(mode=0o700)
-    (dead / ownership.OWNER).write_text(json.dumps({"pid": dead_pid(), "started_s": 0.0}))
-    reused = tmp_path / "sockets" / "sao-reused"  # its number now belongs to another process: us
-    reused.mkdir()
-    (reused / ownership.OWNER).write_text(json.dumps({"pid": os.getpid(), "started_s": 1.0}))
-    others = [tmp_path / "shm" / name for name in ("sao-without-owner", "sao-unreadable", "somebody-else")]
-    for folder in others:
-        folder.mkdir()
-    (others[1] / ownership.OWNER).write_text("{")
-    (others[2] / ownership.OWNER).write_text(json.dumps({"pid": dead_pid(), "started_s": 0.0}))
-    (tmp_path / "shm" / "sao-link").symlink_to(others[2])
-    assert set(folders.stale()) == {dead, reused}
-    assert set(folders.remove_stale()) == {dead, reused}
-    assert folders.stale() == []
-    assert all(folder.exists() for folder in [*others, alive.weights, alive.sockets])
+    with folders.private(tmp_path) as alive:
+        dead = tmp_path / "shm" / "sao-dead"
+        dead.mkdir(mode=0o700)
+        (dead / ownership.OWNER).write_text(json.dumps({"pid": dead_pid(), "started_s": 0.0}))
+        reused = tmp_path / "sockets" / "sao-reused"  # its number now belongs to another process: us
+        reused.mkdir()
+        (reused / ownership.OWNER).write_text(json.dumps({"pid": os.getpid(), "started_s": 1.0}))
+        others = [tmp_path / "shm" / name for name in ("sao-without-owner", "sao-unreadable", "somebody-else")]
+        for folder in others:
+            folder.mkdir()
+        (others[1] / ownership.OWNER).write_text("{")
+        (others[2] / ownership.OWNER).write_text(json.dumps({"pid": dead_pid(), "started_s": 0.0}))
+        (tmp_path / "shm" / "sao-link").symlink_to(others[2])
+        assert set(folders.stale()) == {dead, reused}
+        assert set(folders.remove_stale()) == {dead, reused}
+        assert folders.stale() == []
+        assert all(folder.exists() for folder in [*others, alive.weights, alive.sockets])
 
 
 KILLED_ENGINE = """

@@ -12,7 +12,8 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,20 +33,20 @@ class Private:
     sockets: Path
     weights: Path
 
-    def remove(self) -> None:
-        """Removes both with all that is in them."""
-        for folder in (self.sockets, self.weights):
-            shutil.rmtree(folder, ignore_errors=True)
 
-
-def make_private(run_folder: Path) -> Private:
-    """Makes the private folders; weights go to the run folder where there is no shared memory."""
-    weights_base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else run_folder
-    sockets_base = SOCKETS if os.access(SOCKETS, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
-    folders = [private_folder(PREFIX, str(base)) for base in (sockets_base, weights_base)]
-    for folder in folders:
-        own(folder)
-    return Private(*folders)
+@contextmanager
+def private(run_folder: Path) -> Iterator[Private]:
+    """Makes the private folders and removes them at the end; weights go to the run folder without shared memory."""
+    sockets = SOCKETS if os.access(SOCKETS, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+    weights = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else run_folder
+    with ExitStack() as stack:
+        made = []
+        for base in (sockets, weights):
+            folder = private_folder(PREFIX, str(base))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            own(folder)
+            made.append(folder)
+        yield Private(*made)
 
 
 def make_run_folder(folder: Path, *, overwrite: bool) -> None:

@@ -12,8 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -70,8 +69,7 @@ def generator(
     preflight.check(config, role="generator")
     # A number that no process of this name had before: its draws are new, and what is left of an earlier one is fenced.
     incarnation = int(time.time() * 1000)
-    with _private(places) as places:
-        return _run(launch.generator(config, places, 0, incarnation, name), config)
+    return _run(config, places, lambda places: launch.generator(config, places, 0, incarnation, name))
 
 
 def learner(
@@ -97,8 +95,8 @@ def learner(
     checkpoint = resuming.find(config, places.run_folder).checkpoint if resume else None
     if not resume and rank == 0 and any((places.run_folder / "checkpoints").glob("*")):
         raise ConfigError(f"{places.run_folder}/checkpoints is not empty: pass --resume, or another --folder")
-    with _private(replace(places, checkpoint=checkpoint)) as places:
-        return _run(launch.learner(config, places, rank, torchrun="RANK" in os.environ), config)
+    places, torchrun = replace(places, checkpoint=checkpoint), "RANK" in os.environ
+    return _run(config, places, lambda places: launch.learner(config, places, rank, torchrun))
 
 
 def snapshot(endpoint: str, name: str, *, keys: Path | None = None, wait_s: float = 60.0) -> dict[str, Any]:
@@ -155,20 +153,8 @@ def _local(key: str) -> bool:
     return key in LOCAL or key.startswith(LOCAL_SECTIONS)
 
 
-@contextmanager
-def _private(places: launch.Places) -> Iterator[launch.Places]:
-    """The places with private folders for this actor, which are removed at the end."""
-    for stale in folders.remove_stale():
-        print(f"removed {stale}, left by a run that was killed", flush=True)
-    private = folders.make_private(places.run_folder)
-    try:
-        yield replace(places, weights_folder=private.weights, store=private.sockets / "ranks")
-    finally:
-        private.remove()
-
-
-def _run(command: Command, config: Config) -> int:
-    """Runs the actor to its end with our output; signals ask it to end in order, then it is killed with its family."""
+def _run(config: Config, places: launch.Places, make: Callable[[launch.Places], Command]) -> int:
+    """Runs an actor to its end with our output; signals ask it to end in order, then it is killed with its family."""
     asked: list[int] = []
 
     def end(number: int, _frame: FrameType | None) -> None:
@@ -176,7 +162,10 @@ def _run(command: Command, config: Config) -> int:
         child.send(signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
         signal.setitimer(signal.ITIMER_REAL, config.transport.shutdown_s + END_S)
 
-    with Family() as family:
+    for stale in folders.remove_stale():
+        print(f"removed {stale}, left by a run that was killed", flush=True)
+    with folders.private(places.run_folder) as private, Family() as family:
+        command = make(replace(places, weights_folder=private.weights, store=private.sockets / "ranks"))
         child = family.start(command)
         with on_signals(end, signal.SIGALRM):
             try:

@@ -95,7 +95,10 @@ class Restarts:
 
 
 class Supervisor:
-    """One run. `report(kind, fields)` takes step, eval and event records; `tick()` is called about once a second."""
+    """One run. `report(kind, fields)` takes step, eval and event records; `tick()` is called about once a second.
+
+    `last_step`: the step that was reported last, 0 before the first.
+    """
 
     def __init__(
         self, config: Config, places: launch.Places, logs: Path, report: Report, tick: Callable[[], None] = lambda: None
@@ -111,7 +114,7 @@ class Supervisor:
         self._outcome: Outcome | None = None
         self._signals = 0
         self._done_by: float | None = None
-        self._last_step = 0
+        self.last_step = 0
         self._waiting_since, self._stall_s = time.monotonic(), STALL_S
 
     def run(self) -> Outcome:
@@ -145,7 +148,7 @@ class Supervisor:
             on_push=lambda message: self._later(self._on_message, message),
             on_lost=lambda error: self._later(self._finish, EXIT_FAILED, str(error)),
             outage_s=transport.outage_s,
-            on_greet=lambda hello: structs.replace(hello, step=self._last_step),
+            on_greet=lambda hello: structs.replace(hello, step=self.last_step),
         )
         last.callback(self._client.close)
         threading.Thread(target=self._join, args=(self._client,), daemon=True).start()
@@ -198,10 +201,10 @@ class Supervisor:
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, messages.StepReport):
-            if message.step <= self._last_step:
+            if message.step <= self.last_step:
                 return  # sent before, by a broker that was killed since
             failpoint("supervisor.step")
-            self._last_step = message.step
+            self.last_step = message.step
             self._waiting_since, self._stall_s = time.monotonic(), STALL_S
             self._restarts.step(message.step)
             self._report("step", {"step": message.step, **message.metrics})
@@ -302,7 +305,7 @@ class Supervisor:
             for path in self._places.weights_folder.glob("weights-*"):
                 path.unlink(missing_ok=True)
             self._places = replace(self._places, resume_step=found.step, returns=self._places.returns + 1)
-            self._last_step = found.step
+            self.last_step = found.step
             self._report("resume", {"step": found.step, "version": found.version, "lost_steps": lost})
         self._waiting_since, self._stall_s = time.monotonic(), STALL_S
         for text in resuming.settle(found, folder):

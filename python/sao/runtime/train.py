@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +98,10 @@ def _run(
     alone: bool,
 ) -> Outcome:
     """Runs what is prepared, in a folder that is ours."""
-    ownership.own(run_folder)
-    private = folders.make_private(run_folder)
-    try:
+    with ownership.owned(run_folder):
         texts = [] if found is None else resuming.begin(found, run_folder)
         configuration.save(config, run_folder / "config.json")
-        places = _places(config, private.sockets, private.weights, found, lock=lock, alone=alone)
-        with Monitor(config, run_folder, console) as monitor:
+        with folders.private(run_folder) as private, Monitor(config, run_folder, console) as monitor:
             machine = {"sao": __version__, "python": sys.version.split()[0], "cpus": launch.available_cpus()}
             monitor.report("run", {**machine, "config": config.model_dump(mode="json")})
             if found is not None:
@@ -113,21 +109,14 @@ def _run(
                 monitor.report("resume", {"step": found.step, "version": found.version, "lost_steps": lost})
             for text in [*warnings, *monitor.warnings, *texts]:
                 monitor.report("event", {"level": "warning", "text": text})
-            steps = Counter[str]()
-
-            def report(kind: str, fields: dict[str, Any]) -> None:
-                steps[kind] += 1
-                monitor.report(kind, fields)
-
-            outcome = Supervisor(config, places, run_folder / "logs", report, monitor.tick).run()
-            if found is not None and outcome.exit_code == EXIT_DONE and not steps["step"]:
+            places = _places(config, private.sockets, private.weights, found, lock=lock, alone=alone)
+            supervisor = Supervisor(config, places, run_folder / "logs", monitor.report, monitor.tick)
+            outcome = supervisor.run()
+            if found is not None and outcome.exit_code == EXIT_DONE and not supervisor.last_step:
                 text = f"resumed after step {found.step} of {config.run.steps}, and no step was made: {outcome.reason}"
                 outcome = Outcome(EXIT_FAILED, text)
             monitor.report("end", {"exit_code": outcome.exit_code, "reason": outcome.reason})
             return outcome
-    finally:
-        private.remove()
-        ownership.disown(run_folder)
 
 
 def _places(config: Config, sockets: Path, weights: Path, found: Resume | None, **more: Any) -> launch.Places:

@@ -1,8 +1,8 @@
-"""Named points at which a test can kill the process or have its disk be full: a seam for tests, idle otherwise.
+"""Failpoints: named places at which a test can kill the process or have its disk be full; idle otherwise.
 
-`SAO_KILL_AT=save.rename` kills the process (SIGKILL) that comes to this point first, `save.rename:3` the one that comes
-to it for the third time; `SAO_FAIL_AT` raises `OSError` (no space left on device) there instead. Both are inherited by
-all processes of a run; the name of a point belongs to one role, so that the right one is hit.
+`SAO_KILL_AT=save.manifest` kills the process (SIGKILL) that comes to this failpoint first, `save.manifest:3` the one
+that comes to it for the third time; `SAO_FAIL_AT` raises `OSError` (no space left on device) there instead. Both are
+inherited by all processes of a run; the name of a failpoint belongs to one role, so that the right one is hit.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +21,16 @@ OWNER: Final = "owner"
 def own(folder: Path) -> None:
     """Writes who we are into the folder."""
     (folder / OWNER).write_text(json.dumps({"pid": os.getpid(), "started_s": psutil.Process().create_time()}))
+
+
+@contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Within it the folder is ours."""
+    own(folder)
+    try:
+        yield
+    finally:
+        disown(folder)
 
 
 def disown(folder: Path) -> None:
