@@ -86,7 +86,6 @@ evidence: $(VENV)/.vllm
 		echo "== $$script"; $(BIN)/python $$script || exit 1; \
 	done
 	scripts/loom.sh
-	scripts/cpus.sh
 	scripts/instructions.sh
 	scripts/memcheck.sh
 

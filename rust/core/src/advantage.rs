@@ -4,7 +4,8 @@
 //! (SAO, arXiv 2607.07508, Eq. 4-5). `V` at an action token is the value of the prefix before it. Credit crosses
 //! context compactions as [`CrossSegment`] says (`CompactionRL`, arXiv 2607.05378, Eq. 13-15).
 
-use crate::cpu::wide;
+use multiversion::multiversion;
+
 use crate::{Error, Result};
 
 /// How credit crosses the cuts between the segments of one trajectory.
@@ -83,7 +84,7 @@ pub struct Batch<'a> {
 ///
 /// A turn reward belongs to the segment it was earned in and is discounted there like any reward; with
 /// [`CrossSegment::Paper`] it therefore reaches earlier segments not at all and shares the factor of its own.
-/// Accumulates in float64.
+/// Accumulates in float64, in the same order on every CPU.
 ///
 /// # Errors
 /// [`Error::Validation`] names the array, index and value that is wrong; the outputs are unspecified then.
@@ -115,21 +116,11 @@ impl Batch<'_> {
     }
 }
 
-wide! {
-    fn run(
-        batch: &Batch<'_>,
-        parameters: &Parameters,
-        turns: &[(usize, f64)],
-        clear: bool,
-        advantages: &mut [f32],
-        targets: &mut [f32],
-        lambdas: &mut [f64],
-    ) -> Result<()> = run_body;
-}
-
-#[allow(clippy::inline_always)] // compiled anew for each kind of CPU, with all it calls
-#[inline(always)]
-fn run_body<const FMA: bool>(
+#[multiversion(targets(
+    "x86_64+avx2+bmi1+bmi2+fma+lzcnt+popcnt+avx512f+avx512bw+avx512dq+avx512vl",
+    "x86_64+avx2+bmi1+bmi2+fma+lzcnt+popcnt"
+))]
+fn run(
     batch: &Batch<'_>,
     parameters: &Parameters,
     turns: &[(usize, f64)],
@@ -152,7 +143,7 @@ fn run_body<const FMA: bool>(
         );
         walk.clear = clear;
         if actions > 0 {
-            walk.trajectory::<FMA>(turns)?;
+            walk.trajectory(turns)?;
         }
         walk.clear_down_to(0);
     }
@@ -218,7 +209,7 @@ impl<'a> Walk<'a> {
 
     #[allow(clippy::inline_always)]
     #[inline(always)]
-    fn trajectory<const FMA: bool>(&mut self, turns: &[(usize, f64)]) -> Result<()> {
+    fn trajectory(&mut self, turns: &[(usize, f64)]) -> Result<()> {
         let segments = self.batch.trajectory_offsets[self.trajectory] as usize
             ..self.batch.trajectory_offsets[self.trajectory + 1] as usize;
         let mut later_actions = 0;
@@ -244,7 +235,7 @@ impl<'a> Walk<'a> {
             let first_turn = turns.partition_point(|&(token, _)| token < from);
             let last_turn = turns.partition_point(|&(token, _)| token < to);
             later_actions +=
-                self.segment::<FMA>(from, from + last + 1, reward, &turns[first_turn..last_turn])?;
+                self.segment(from, from + last + 1, reward, &turns[first_turn..last_turn])?;
         }
         Ok(())
     }
@@ -252,7 +243,7 @@ impl<'a> Walk<'a> {
     /// Tokens `[from, to)`, whose last is an action that earns `reward`; gives the number of action tokens.
     #[allow(clippy::inline_always)]
     #[inline(always)]
-    fn segment<const FMA: bool>(
+    fn segment(
         &mut self,
         from: usize,
         to: usize,
@@ -277,7 +268,7 @@ impl<'a> Walk<'a> {
                 let piece = turns
                     .last()
                     .map_or(start, |&(token, _)| start.max(token + 1));
-                self.piece::<FMA>(piece, stop, reward)?;
+                self.piece(piece, stop, reward)?;
                 (reward, stop) = (0.0, piece);
             }
             let Some(before) = last_action(&mask[from..start]) else {
@@ -320,7 +311,7 @@ impl<'a> Walk<'a> {
     /// Action tokens `[from, to)`, not empty; `reward` is earned by the last.
     #[allow(clippy::inline_always)]
     #[inline(always)]
-    fn piece<const FMA: bool>(&mut self, from: usize, to: usize, reward: f64) -> Result<()> {
+    fn piece(&mut self, from: usize, to: usize, reward: f64) -> Result<()> {
         let values = &self.batch.values[from..to];
         let range = from - self.start..to - self.start;
         self.clear_down_to(range.end);
@@ -347,7 +338,7 @@ impl<'a> Walk<'a> {
             let (a, t);
             (advantages, a) = advantages.split_at_mut(odd + at);
             (targets, t) = targets.split_at_mut(odd + at);
-            chain.block::<FMA>(&body[at..at + BLOCK], reward, a, t);
+            chain.block(&body[at..at + BLOCK], reward, a, t);
             reward = 0.0;
         }
         for at in (0..odd).rev() {
@@ -396,13 +387,7 @@ impl Chain {
     /// chain of dependent operations half as long, and everything else runs side by side.
     #[allow(clippy::inline_always)]
     #[inline(always)]
-    fn block<const FMA: bool>(
-        &mut self,
-        values: &[f32],
-        reward: f64,
-        advantages: &mut [f32],
-        targets: &mut [f32],
-    ) {
+    fn block(&mut self, values: &[f32], reward: f64, advantages: &mut [f32], targets: &mut [f32]) {
         let mut value = [0.0f64; BLOCK];
         for (wide, &value) in value.iter_mut().zip(values) {
             *wide = f64::from(value);
@@ -411,11 +396,11 @@ impl Chain {
         after[..BLOCK - 1].copy_from_slice(&value[1..]);
         let mut delta = [0.0f64; BLOCK];
         for ((delta, &value), &after) in delta.iter_mut().zip(&value).zip(&after) {
-            *delta = fma::<FMA>(self.gamma, after, -value);
+            *delta = self.gamma * after - value;
         }
         delta[BLOCK - 1] += reward;
-        let carries = link::<FMA>(&delta, self.decay, self.carry);
-        let critics = link::<FMA>(&delta, self.critic_decay, self.critic);
+        let carries = link(&delta, self.decay, self.carry);
+        let critics = link(&delta, self.critic_decay, self.critic);
         for (out, carry) in advantages.iter_mut().zip(carries) {
             *out = (self.factor * carry) as f32;
         }
@@ -428,27 +413,16 @@ impl Chain {
 
 #[allow(clippy::inline_always)]
 #[inline(always)]
-fn link<const FMA: bool>(delta: &[f64; BLOCK], decay: f64, mut carry: f64) -> [f64; BLOCK] {
+fn link(delta: &[f64; BLOCK], decay: f64, mut carry: f64) -> [f64; BLOCK] {
     let square = decay * decay;
     let mut out = [0.0; BLOCK];
     for pair in (0..BLOCK / 2).rev() {
         let (first, second) = (delta[2 * pair], delta[2 * pair + 1]);
-        out[2 * pair + 1] = fma::<FMA>(decay, carry, second);
-        carry = fma::<FMA>(square, carry, fma::<FMA>(decay, second, first));
+        out[2 * pair + 1] = decay * carry + second;
+        carry = square * carry + (decay * second + first);
         out[2 * pair] = carry;
     }
     out
-}
-
-/// a * b + c, in one rounding where the CPU does that.
-#[allow(clippy::inline_always)]
-#[inline(always)]
-fn fma<const FMA: bool>(a: f64, b: f64, c: f64) -> f64 {
-    if FMA {
-        a.mul_add(b, c)
-    } else {
-        a * b + c
-    }
 }
 
 /// Position of the last action token; whole blocks of observations are skipped without looking at each.

@@ -11,12 +11,6 @@ impl Crc {
         Self(Digest::new(Crc32Iscsi))
     }
 
-    /// Of bytes after which the register holds `state`.
-    #[cfg(target_arch = "x86_64")]
-    pub(crate) fn resume(state: u32) -> Self {
-        Self(Digest::new_with_init_state(Crc32Iscsi, u64::from(state)))
-    }
-
     /// Goes on with the next bytes.
     pub(crate) fn update(&mut self, part: &[u8]) {
         self.0.update(part);

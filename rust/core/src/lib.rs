@@ -1,15 +1,13 @@
 //! The experience core of `sao`: no Python, no sockets, no clock of its own.
-#![deny(unsafe_code)] // allowed in `cpu`
+#![forbid(unsafe_code)]
 #![cfg_attr(loom, allow(dead_code))] // `tests/models.rs` builds this without the models in it
 
 pub mod advantage;
 mod books;
 pub mod buffer;
 mod checksum;
-mod cpu;
 pub mod error;
 mod event;
-mod fold;
 mod history;
 mod journal;
 pub mod layout;

@@ -1,8 +1,8 @@
 //! The rules of every token, and the checksums of the arrays that hold them, block by block.
 
+use multiversion::multiversion;
+
 use crate::checksum::{crc32c, Crc};
-use crate::cpu::wide;
-use crate::fold::{crc_and_union, STEP_BYTES};
 
 /// What is read twice, for the checksum and for the rules, is read in parts that fit a first-level cache; the checksum
 /// works on 384 bytes at a time.
@@ -33,11 +33,6 @@ pub(crate) fn sealed(ids: &[u8], logprobs: &[u8], mask: &[u8]) -> ([u32; 3], Opt
 }
 
 fn ids_sealed(ids: &[u8]) -> (u32, bool) {
-    let (head, lines) = ids.split_at(to_line(ids));
-    if let Some((crc, union)) = crc_and_union(crc32c(&[head]), lines) {
-        let rest = &lines[lines.len() - lines.len() % STEP_BYTES..];
-        return (crc, ids_kept(head) && ids_kept(&union) && ids_kept(rest));
-    }
     let (mut crc, mut kept) = (Crc::new(), true);
     for part in parts(ids) {
         crc.update(part);
@@ -77,18 +72,12 @@ fn parts(array: &[u8]) -> impl Iterator<Item = &[u8]> {
     head.chain(rest.chunks(PART_BYTES))
 }
 
-wide! {
-    fn ids_kept(ids: &[u8]) -> bool = ids_body;
-}
-
-wide! {
-    fn logprobs_kept(logprobs: &[u8], mask: &[u8]) -> Option<usize> = logprobs_body;
-}
-
 /// A negative id shows in the sign of all together.
-#[allow(clippy::inline_always)] // compiled anew for each kind of CPU
-#[inline(always)]
-fn ids_body<const FMA: bool>(ids: &[u8]) -> bool {
+#[multiversion(targets(
+    "x86_64+avx2+bmi1+bmi2+fma+lzcnt+popcnt+avx512f+avx512bw+avx512dq+avx512vl",
+    "x86_64+avx2+bmi1+bmi2+fma+lzcnt+popcnt"
+))]
+fn ids_kept(ids: &[u8]) -> bool {
     let (blocks, rest) = ids.as_chunks::<4>().0.as_chunks::<LANES>();
     let mut all = [0; LANES];
     for block in blocks {
@@ -101,9 +90,11 @@ fn ids_body<const FMA: bool>(ids: &[u8]) -> bool {
 }
 
 /// Turns are long, so most blocks are all context or all sampled, and then one or two comparisons a token do.
-#[allow(clippy::inline_always)] // compiled anew for each kind of CPU
-#[inline(always)]
-fn logprobs_body<const FMA: bool>(logprobs: &[u8], mask: &[u8]) -> Option<usize> {
+#[multiversion(targets(
+    "x86_64+avx2+bmi1+bmi2+fma+lzcnt+popcnt+avx512f+avx512bw+avx512dq+avx512vl",
+    "x86_64+avx2+bmi1+bmi2+fma+lzcnt+popcnt"
+))]
+fn logprobs_kept(logprobs: &[u8], mask: &[u8]) -> Option<usize> {
     let (blocks, rest) = logprobs.as_chunks::<4>().0.as_chunks::<LANES>();
     let (masks, mask_rest) = mask.as_chunks::<LANES>();
     let blocks = &blocks[..masks.len()];

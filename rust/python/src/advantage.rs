@@ -4,8 +4,9 @@ use numpy::{IntoPyArray, PyArray1, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
 use sao_core::advantage::{self, Batch, CrossSegment, Lambda, Parameters};
 
-use crate::array::{array, mask};
-use crate::error::{guard, validation};
+use crate::argument::{array, mask};
+use crate::call::run;
+use crate::error::validation;
 
 /// Above this many tokens the GIL is released.
 const DETACH_TOKENS: usize = 100_000;
@@ -106,15 +107,9 @@ fn advantages<'py>(
     let (out, targets) = (output(py, tokens, clear)?, output(py, tokens, clear)?);
     let (mut out_view, mut target_view) = (out.readwrite(), targets.readwrite());
     let (out_slice, target_slice) = (out_view.as_slice_mut()?, target_view.as_slice_mut()?);
-    let mut compute = || {
-        let compute = || advantage::advantages(&batch, &parameters, clear, out_slice, target_slice);
-        guard(compute)
-    };
-    let lambdas = if tokens > DETACH_TOKENS {
-        py.detach(compute)?
-    } else {
-        compute()?
-    };
+    let lambdas = run(py, tokens > DETACH_TOKENS, || {
+        advantage::advantages(&batch, &parameters, clear, out_slice, target_slice)
+    })?;
     drop((out_view, target_view));
     Ok((out, targets, lambdas.into_pyarray(py)))
 }

@@ -17,9 +17,10 @@ use sao_core::buffer::{self, Ask, Content, Item, Label, Limits, NO_TASK};
 use sao_core::wait::Pace;
 use sao_core::wire as format;
 
+use crate::argument::count;
+use crate::call::{blocking, check_timeout, run};
 use crate::error::{guard, to_py, validation};
 use crate::lend;
-use crate::pace::{blocking, check_timeout};
 use crate::wire;
 
 /// Up to this size a `put` that need not wait keeps the GIL.
@@ -39,14 +40,10 @@ impl Buffer {
     #[new]
     #[pyo3(signature = (max_trajectories, max_bytes, policy="block"))]
     fn new(max_trajectories: i64, max_bytes: i64, policy: &str) -> PyResult<Self> {
-        let size = |name: &str, value: i64| {
-            usize::try_from(value)
-                .map_err(|_| validation(format!("{name}: {value} must be at least 1")))
-        };
         let policy = policy.parse().map_err(to_py)?;
         let limits = Limits {
-            max_trajectories: size("max_trajectories", max_trajectories)?,
-            max_bytes: size("max_bytes", max_bytes)?,
+            max_trajectories: count("max_trajectories", max_trajectories, 1)?,
+            max_bytes: count("max_bytes", max_bytes, 1)?,
             policy,
         };
         Ok(Self {
@@ -84,13 +81,10 @@ impl Buffer {
         let view = wire::extract(trajectory, &arrays)?;
         let lengths = view.segments.iter().map(|s| s.action_mask.len());
         let (places, length) = guard(|| sao_core::layout::layout(lengths))?;
-        let check = || guard(|| format::header(&view, &places, length));
         let frozen = arrays.frozen();
-        let (header, counts) = if frozen && length > COPY_WITH_GIL_BYTES {
-            py.detach(check)?
-        } else {
-            check()?
-        };
+        let (header, counts) = run(py, frozen && length > COPY_WITH_GIL_BYTES, || {
+            format::header(&view, &places, length)
+        })?;
         let label = Label {
             min_version: counts.min_version.unwrap_or(0),
             task: view.task_ordinal,
@@ -136,7 +130,7 @@ impl Buffer {
 
     #[pyo3(signature = (version, keep_from=None))]
     fn advance(&self, py: Python<'_>, version: i64, keep_from: Option<i64>) -> PyResult<Vec<i64>> {
-        py.detach(|| guard(|| self.buffer.advance(version, keep_from)))
+        run(py, true, || self.buffer.advance(version, keep_from))
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {

@@ -4,13 +4,13 @@
 use pyo3::prelude::*;
 
 mod advantage;
-mod array;
+mod argument;
 mod buffer;
+mod call;
 mod error;
 mod ledger;
 mod lend;
 mod objects;
-mod pace;
 mod pack;
 mod staleness;
 mod wire;

@@ -4,23 +4,11 @@ use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 use sao_core::{pack, plan};
 
-use crate::array::array;
-use crate::error::{guard, validation};
+use crate::argument::{array, count};
+use crate::call::run;
 
 /// Above this many segments the GIL is released.
 const DETACH_SEGMENTS: usize = 1000;
-
-fn run<T: Send>(
-    py: Python<'_>,
-    size: usize,
-    call: impl FnOnce() -> sao_core::Result<T> + Send,
-) -> PyResult<T> {
-    if size > DETACH_SEGMENTS {
-        py.detach(|| guard(call))
-    } else {
-        guard(call)
-    }
-}
 
 type Bins<'py> = (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>);
 
@@ -29,7 +17,9 @@ fn pack_bins<'py>(lengths: &Bound<'py, PyAny>, capacity: i64) -> PyResult<Bins<'
     let py = lengths.py();
     let lengths = array::<i64>("lengths", lengths)?;
     let lengths = lengths.as_slice()?;
-    let bins = run(py, lengths.len(), || pack::pack(lengths, capacity))?;
+    let bins = run(py, lengths.len() > DETACH_SEGMENTS, || {
+        pack::pack(lengths, capacity)
+    })?;
     Ok((bins.order.into_pyarray(py), bins.offsets.into_pyarray(py)))
 }
 
@@ -75,18 +65,16 @@ fn plan_step(
     let py = lengths.py();
     let lengths = array::<i64>("lengths", lengths)?;
     let lengths = lengths.as_slice()?;
-    let size = |name: &str, value: i64| {
-        usize::try_from(value)
-            .map_err(|_| validation(format!("{name}: {value} must be at least 1")))
-    };
     let layout = plan::Layout {
-        ranks: size("ranks", ranks)?,
+        ranks: count("ranks", ranks, 1)?,
         row_tokens,
-        rows_per_micro_batch: size("rows_per_micro_batch", rows_per_micro_batch)?,
+        rows_per_micro_batch: count("rows_per_micro_batch", rows_per_micro_batch, 1)?,
         linear_cost,
         quadratic_cost,
     };
-    let plan = run(py, lengths.len(), || plan::plan(lengths, &layout))?;
+    let plan = run(py, lengths.len() > DETACH_SEGMENTS, || {
+        plan::plan(lengths, &layout)
+    })?;
     let costs = plan
         .costs
         .into_pyarray(py)

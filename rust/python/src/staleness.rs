@@ -5,9 +5,9 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use sao_core::staleness;
 
-use crate::array::mask;
+use crate::argument::{count, mask};
+use crate::call::blocking;
 use crate::error::{guard, to_py, validation};
-use crate::pace::blocking;
 
 /// The current policy version, shared by threads.
 #[pyclass(frozen, module = "sao._core")]
@@ -48,15 +48,6 @@ impl VersionClock {
 #[pyclass(frozen, module = "sao._core")]
 struct Admission {
     admission: staleness::Admission,
-}
-
-fn count(name: &str, value: i64, least: i64) -> PyResult<u64> {
-    match u64::try_from(value) {
-        Ok(count) if value >= least => Ok(count),
-        _ => Err(validation(format!(
-            "{name}: {value} must be at least {least}"
-        ))),
-    }
 }
 
 #[pymethods]

@@ -13,6 +13,7 @@ use sao_core::trajectory::{
 };
 use sao_core::wire::{self, Limits};
 
+use crate::call::run;
 use crate::error::{guard, validation};
 use crate::lend;
 use crate::objects;
@@ -375,11 +376,9 @@ fn encode<'py>(
         guard(|| sao_core::layout::layout(view.segments.iter().map(|s| s.action_mask.len())))?;
     let mut header = Vec::new();
     let payload = PyBytes::new_with(py, length, |out| {
-        header = if frozen && length > DETACH_BYTES {
-            py.detach(|| guard(|| wire::encode_into(&view, &places, out)))?
-        } else {
-            guard(|| wire::encode_into(&view, &places, out))?
-        };
+        header = run(py, frozen && length > DETACH_BYTES, || {
+            wire::encode_into(&view, &places, out)
+        })?;
         Ok(())
     })?;
     Ok((PyBytes::new(py, &header), payload))
@@ -446,12 +445,9 @@ fn decode_checked<'a>(
     let (head, body) = (header.slice(), payload.slice());
     let sides: Vec<&'a [u8]> = sidecars.iter().map(Received::slice).collect();
     let frozen = header.frozen() && payload.frozen() && sidecars.iter().all(Received::frozen);
-    let check = || guard(|| wire::decode_with(head, body, &sides, limits));
-    if frozen && body.len() > DETACH_BYTES {
-        py.detach(check)
-    } else {
-        check()
-    }
+    run(py, frozen && body.len() > DETACH_BYTES, || {
+        wire::decode_with(head, body, &sides, limits)
+    })
 }
 
 /// Checks header and payload and returns the `sao.Trajectory`, whose arrays are views of `payload`. Raises `WireError`.

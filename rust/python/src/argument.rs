@@ -1,4 +1,5 @@
-//! How arrays come in: one-dimensional, contiguous, of exactly the dtype that is named; anything else is a `TypeError`.
+//! How arguments come in: arrays are one-dimensional, contiguous and of exactly the dtype that is named, or a `TypeError`; numbers
+//! are in range, or a `ValidationError`.
 
 use numpy::{
     Element, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray,
@@ -6,6 +7,8 @@ use numpy::{
 };
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
+
+use crate::error::validation;
 
 /// `object` as a contiguous 1-D array of `T`.
 pub fn array<'py, T: Element>(
@@ -55,4 +58,13 @@ pub fn mask<'py>(name: &str, object: &Bound<'py, PyAny>) -> PyResult<PyReadonlyA
         }
         _ => array(name, object),
     }
+}
+
+/// `value` as a count of at least `least`, which is not negative.
+pub fn count<T: TryFrom<i64>>(name: &str, value: i64, least: i64) -> PyResult<T> {
+    let wrong = || validation(format!("{name}: {value} must be at least {least}"));
+    if value < least {
+        return Err(wrong());
+    }
+    T::try_from(value).map_err(|_| wrong())
 }

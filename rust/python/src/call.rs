@@ -1,11 +1,11 @@
-//! How a blocked call waits under Python: parked without the GIL, with a deadline, noticing signals.
+//! How a call into the core runs under Python: with or without the GIL, and when it waits: parked, with a deadline, noticing signals.
 
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use sao_core::wait::{Pace, Stop};
 
-use crate::error::{to_py, validation};
+use crate::error::{guard, to_py, validation};
 
 const SIGNAL_CHECK: Duration = Duration::from_millis(100);
 
@@ -46,6 +46,20 @@ impl Pace for Deadline {
     }
 }
 
+/// Runs a core call that waits for nobody, without the GIL if it is `long`: giving the GIL up may cost its switch interval to
+/// come back, thousands of times what a short call takes.
+pub fn run<T: Send>(
+    py: Python<'_>,
+    long: bool,
+    call: impl FnOnce() -> sao_core::Result<T> + Send,
+) -> PyResult<T> {
+    if long {
+        py.detach(|| guard(call))
+    } else {
+        guard(call)
+    }
+}
+
 /// Refuses a timeout that is none.
 pub fn check_timeout(timeout_s: Option<f64>) -> PyResult<()> {
     match timeout_s {
@@ -79,6 +93,6 @@ pub fn blocking<T: Send>(
     match result {
         Ok(Ok(value)) => Ok(value),
         Ok(Err(error)) => Err(pace.raised.take().unwrap_or_else(|| to_py(error))),
-        Err(panic) => crate::error::guard(move || std::panic::resume_unwind(panic)),
+        Err(panic) => guard(move || std::panic::resume_unwind(panic)),
     }
 }
