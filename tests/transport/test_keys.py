@@ -15,8 +15,9 @@ from waiting import until
 
 from sao.errors import ConfigError, DeadlineError, Error, TransportError
 from sao.transport import Client, keys
-from sao.transport.encoding import encode
-from sao.transport.messages import Ack, FinishedRollout, Slots
+from sao.transport.encoding import decode, encode
+from sao.transport.messages import Ack, FinishedRollout, Refusal, Slots
+from sao.transport.sockets import connect, make_dealer
 
 TCP = "tcp://127.0.0.1:0"
 
@@ -222,9 +223,15 @@ def test_another_key_that_takes_an_identity_has_not_joined(server: Server, folde
     with known(server, folder) as client:
         client.connect(5)
         mine = keys.client_keys(folder, TCP, "generator", "g7")
-        thief = client_of(server, "g0", keys=mine)
-        with thief, pytest.raises(TransportError, match="has not joined"):
-            thief.call(FinishedRollout(frames=(b"h", b"p")), deadline_s=5).result()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        thief = make_dealer(context, server.actor.endpoint, b"generator:g0:0", 1 << 20, mine)
+        connect(thief, server.actor.endpoint)
+        assert thief.poll(5000, zmq.POLLOUT)
+        thief.send_multipart([bytes(f) for f in encode(FinishedRollout(frames=(b"h", b"p")), 1 << 20, seq=1)])
+        assert thief.poll(5000)
+        answer = decode(thief.recv_multipart(), 1 << 20).message()
+        assert isinstance(answer, Refusal) and "has not joined" in answer.text
+        context.destroy(linger=0)
     assert server.got == []
 
 

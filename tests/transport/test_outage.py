@@ -79,7 +79,7 @@ def test_a_peer_that_was_given_up_greets_again_in_the_same_session(endpoint: str
         server.in_loop(lambda: server.actor.mailbox.drop(server.joined[0], "silent for a test"))
         assert client.call(Slots(1), deadline_s=30).result(30).reason == "1"
         first, second = server.joined
-        assert first.hello.session == second.hello.session and first.hello.nonce != second.hello.nonce
+        assert first.hello.session == second.hello.session and first.conversation != second.conversation
     finally:
         client.close()
         server.stop()

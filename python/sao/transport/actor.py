@@ -39,7 +39,7 @@ class Actor:
         self,
         endpoint: str,
         *,
-        on_join: Callable[[Peer], Welcome | dict[str, Any]],
+        on_join: Callable[[Peer], Welcome],
         on_leave: Callable[[Peer, str], None],
         commit: Callable[[], None] | None = None,
         max_message_bytes: int = 1 << 28,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import zmq
+from msgspec import structs
 
 from sao import _core
 from sao.errors import Error, TransportError, WireError
@@ -16,7 +19,7 @@ from sao.transport.encoding import Header, decode, encode
 from sao.transport.gate import Gate
 from sao.transport.keys import ServerKeys, may_join
 from sao.transport.legacy import message_of
-from sao.transport.link import Link
+from sao.transport.link import WINDOW, Link
 from sao.transport.messages import (
     Ack,
     Buffer,
@@ -52,6 +55,9 @@ class Peer:
     heard: float
     key: str | None = None
     """Name of the key that it joined with; None where no keys are used."""
+    conversation: int = field(default_factory=lambda: secrets.randbits(62))
+    backlog: deque[list[Buffer]] = field(default_factory=deque)
+    """What the socket has no room for, in order."""
     unreachable_since: float | None = None
     overrun: bool = False
     gone: bool = False
@@ -99,7 +105,7 @@ class Mailbox:
         self,
         endpoint: str,
         *,
-        on_join: Callable[[Peer], Welcome | dict[str, Any]],
+        on_join: Callable[[Peer], Welcome],
         on_leave: Callable[[Peer, str], None],
         max_message_bytes: int,
         heartbeat_s: float,
@@ -139,7 +145,7 @@ class Mailbox:
     def push(
         self, peer: Peer, message: Message | str, body: dict[str, Any] | None = None, frames: Sequence[Buffer] = ()
     ) -> None:
-        """Sends unasked; sent again until the peer acknowledges it or is gone (then `on_leave` is called)."""
+        """Sends unasked. It arrives once, however often the connection breaks, or `on_leave` is called."""
         if peer.gone:
             return
         if peer.overrun or not peer.link.open:
@@ -149,7 +155,7 @@ class Mailbox:
             message = message_of(message, body, frames)
         low, seq = peer.link.low, peer.link.number()
         wire = encode(message, self._limit, seq=seq, low=low)
-        peer.link.sent(seq, wire, time.monotonic())
+        peer.link.sent(seq, wire)
         self._transmit(peer, wire)
 
     def reply(self, request: Request[Any], answer: Message) -> None:
@@ -197,7 +203,7 @@ class Mailbox:
                 self._transmit(peer, wire)
 
     def beat(self) -> None:
-        """Once a heartbeat: sends again what is due, drops who is gone."""
+        """Once a heartbeat: sends what had no room, drops who is gone."""
         now = time.monotonic()
         missed_s, self._beaten = now - self._beaten - self._heartbeat_s, now
         if missed_s > self._heartbeat_s:  # it is this process that has stood still: nobody could be heard meanwhile
@@ -208,11 +214,10 @@ class Mailbox:
         for peer in list(self.peers.values()):
             if now - peer.heard > 1.5 * self._heartbeat_s:  # one that is gone shows itself when it is addressed
                 self._transmit(peer, encode(Pong(), self._limit))
-            for wire in peer.link.due(now):
-                self._transmit(peer, wire)
+            self._drain(peer)
             if now - peer.heard > self._peer_timeout_s:
                 self.drop(peer, f"silent for {now - peer.heard:.1f} s")
-            elif peer.overrun:
+            elif peer.overrun or len(peer.backlog) > 2 * WINDOW:
                 self.drop(peer, "does not acknowledge what it is sent")
             elif peer.unreachable_since is not None and now - peer.unreachable_since > 2 * self._heartbeat_s:
                 self.drop(peer, f"unreachable for {now - peer.unreachable_since:.1f} s")
@@ -255,6 +260,7 @@ class Mailbox:
                 self._refuse(identity, header, text, gone=True, unknown=True)
             return None
         peer.heard, peer.unreachable_since = time.monotonic(), None
+        self._drain(peer)
         if header.re:
             peer.link.settle(header.re)
         elif not peer.link.fresh(header.seq, header.low):
@@ -264,7 +270,8 @@ class Mailbox:
             elif kept is not None:
                 self._transmit(peer, kept)
         elif isinstance(message, Ping):
-            self._transmit(peer, encode(Pong(), self._limit))
+            if not peer.backlog:
+                self._transmit(peer, encode(Pong(), self._limit))
         elif isinstance(message, Bye):
             self.drop(peer, GOODBYE)
         else:
@@ -272,16 +279,20 @@ class Mailbox:
         return None
 
     def _join(self, identity: bytes, header: Header, hello: Hello, key: str | None) -> None:
-        """Welcomes a peer; a new one fences older incarnations of its name, a repeated greeting is answered again."""
+        """Welcomes a peer. A new one fences older incarnations of its name; with one that is known and has a new
+        connection the conversation goes on.
+        """
         role, name, incarnation = hello.role, hello.name, hello.incarnation
         if key is not None and not may_join(key, role, name):
             self._refuse(identity, header, f"the key {key!r} does not stand for the {role} {name!r}", gone=True)
             return
         known = self.peers.get(identity)
-        if known is not None and known.hello.nonce == hello.nonce:
-            kept = known.link.answer(header.seq)
-            if kept is not None:
-                self._transmit(known, kept)
+        if known is not None and known.hello.session == hello.session:
+            known.heard, known.unreachable_since = time.monotonic(), None
+            known.backlog.clear()
+            self._transmit(known, encode(Welcome(conversation=known.conversation), self._limit))
+            for wire in known.link.unanswered():
+                self._transmit(known, wire)
             return
         if identity != f"{role}:{name}:{incarnation}".encode():
             self._refuse(identity, header, f"greeting of {role}:{name}:{incarnation} from another peer", gone=True)
@@ -294,9 +305,7 @@ class Mailbox:
             if other.identity != identity:
                 self._refuse(other.identity, None, f"fenced by incarnation {incarnation}", gone=True)
             self.drop(other, f"fenced by incarnation {incarnation}")
-        link = Link(max(self._heartbeat_s, 0.2))
-        peer = Peer(identity, role, name, incarnation, hello, link, time.monotonic(), key)
-        peer.link.fresh(header.seq, header.low)
+        peer = Peer(identity, role, name, incarnation, hello, Link(), time.monotonic(), key)
         self.peers[identity] = peer
         try:
             welcome = self._on_join(peer)
@@ -305,8 +314,11 @@ class Mailbox:
             del self.peers[identity]
             self._refuse(identity, header, str(error), error=type(error).__name__, gone=True)
             return
-        answer = message_of("welcome", welcome) if isinstance(welcome, dict) else welcome
-        self.reply(Request(peer, hello, header.seq), answer)
+        welcome = structs.replace(welcome, conversation=peer.conversation)
+        try:
+            self._transmit(peer, encode(welcome, self._limit))
+        except WireError as error:
+            self.drop(peer, str(error))
 
     def _refuse(self, identity: bytes, header: Header | None, text: str, **more: Any) -> None:
         text = text[:MAX_TEXT]  # it may repeat what the peer said, which would not fit
@@ -320,15 +332,23 @@ class Mailbox:
         if self._held is not None:
             self._held.append((peer, wire))
             return
-        try:
-            send(self.socket, [peer.identity, *wire])
-        except zmq.Again:
-            log.warning("%s: queue is full, sent again later", peer.name)
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise TransportError(f"{peer.name}: {error.strerror}") from error
-            if peer.unreachable_since is None:
-                peer.unreachable_since = time.monotonic()
+        peer.backlog.append(wire)
+        self._drain(peer)
+
+    def _drain(self, peer: Peer) -> None:
+        while peer.backlog:
+            try:
+                send(self.socket, [peer.identity, *peer.backlog[0]])
+            except zmq.Again:  # tried again when it is heard, and at each beat
+                return
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise TransportError(f"{peer.name}: {error.strerror}") from error
+                peer.backlog.clear()  # its connection is gone; when it has a new one it greets
+                if peer.unreachable_since is None:
+                    peer.unreachable_since = time.monotonic()
+                return
+            peer.backlog.popleft()
 
 
 def _key_of(frame: zmq.Frame) -> str:

@@ -128,16 +128,14 @@ class CancelCall(Message):
 
 
 class Hello(Message):
-    """The first message of a peer: who it is and where it stands."""
+    """The first message of a peer on each connection: who it is and where it stands."""
 
     role: str
     name: str
     incarnation: Number
     """A later process of the same name has a higher one and fences those before it."""
-    nonce: str
-    """Another for each greeting; a repeated greeting has the same."""
-    session: str = ""
-    """The same for all greetings of one process."""
+    session: str
+    """Names the process: the same in all its greetings."""
     step: Count | None = None
     """Learner: the step that it continues after. Supervisor: the last one that it knows."""
     weights: WeightsRef | None = None
@@ -151,6 +149,8 @@ class Welcome(Message):
     version: Count = 0
     weights: WeightsRef | None = None
     step: Count = 0
+    conversation: Number = 0
+    """Another for each time that a peer joins, set by the mailbox; the same when only the connection was made anew."""
 
 
 # -- generator to broker

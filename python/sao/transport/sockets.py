@@ -24,7 +24,7 @@ IPC_PATH_LIMIT: Final = 107  # bytes of sockaddr_un.sun_path without the termina
 STALLED_MS: Final = 5000  # a TCP connection whose other end acknowledges nothing for so long is made anew
 _NOW: Final = int(zmq.NOBLOCK)  # plain numbers: flags of an enum are slow to combine
 _MORE: Final = int(zmq.SNDMORE)
-HIGH_WATER: Final = 4096  # messages per peer and direction; the reliable layer above resends what does not fit
+HIGH_WATER: Final = 4096  # messages per peer and direction; what does not fit waits in the layer above
 
 
 def private_folder(prefix: str = "sao-", base: str | None = None) -> Path:
@@ -136,6 +136,7 @@ def make_dealer(
     dealer = context.socket(zmq.DEALER)
     _options(dealer, max_message_bytes)
     dealer.setsockopt(zmq.IDENTITY, identity)
+    dealer.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a connection that is yet to be made
     dealer.setsockopt(zmq.RECONNECT_IVL, 50)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     # Not at the listening end: to that, a connection that was closed means that the process behind it is gone.

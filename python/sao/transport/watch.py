@@ -29,22 +29,27 @@ class Watch:
     def __init__(self, watched: zmq.Socket[bytes], endpoint: str, keys: ClientKeys | None) -> None:
         self._watched, self._endpoint, self._keys = watched, endpoint, keys
         self._found = self._faulty = False
+        self.connected = False
         self.trouble = ""
         """Why nothing can be heard, in words; empty while the connection stands."""
         self.fatal: TransportError | None = None
         """Set when trying again cannot help: this side is refused for its keys."""
         self.socket: zmq.Socket[bytes] = watched.get_monitor_socket(_EVENTS)
 
-    def read(self) -> None:
-        """Takes what has happened since the last call; never waits."""
+    def read(self) -> bool:
+        """Takes what has happened since the last call; never waits. Returns whether a connection was made meanwhile."""
+        made = False
         with suppress(zmq.Again):
             while True:
-                self._take(recv_monitor_message(self.socket, zmq.NOBLOCK))
+                event = recv_monitor_message(self.socket, zmq.NOBLOCK)
+                self._take(event)
+                made |= event["event"] == zmq.Event.HANDSHAKE_SUCCEEDED
+        return made
 
     def _take(self, event: Mapping[str, Any]) -> None:
         kind, keys = event["event"], self._keys
         if kind == zmq.Event.HANDSHAKE_SUCCEEDED:
-            self.trouble, self._faulty = "", False
+            self.trouble, self._faulty, self.connected = "", False, True
         elif kind == zmq.Event.CONNECTED:
             self._found = True
             if not self._faulty:
@@ -68,8 +73,8 @@ class Watch:
             self.trouble = "the handshake fails: what listens there needs keys, or does not speak this protocol"
         elif kind == zmq.Event.CONNECT_RETRIED and not self._found:
             self.trouble = "nothing can be reached there"
-        elif kind == zmq.Event.DISCONNECTED and not self.trouble:
-            self.trouble = "the connection was cut"
+        elif kind == zmq.Event.DISCONNECTED:
+            self.connected, self.trouble = False, self.trouble or "the connection was cut"
 
     def close(self) -> None:
         """Ends watching; before the watched socket is closed."""
