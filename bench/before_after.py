@@ -189,7 +189,7 @@ def quickstart() -> Iterator[Callable[[], Measured]]:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         subprocess.run([sys.executable, example / "make_model.py", model], check=True, capture_output=True)
-        settings = [f"run.dir='{folder}'", f"model.path='{model}'", "run.steps=30", "eval.every_steps=0"]
+        settings = [f"run.dir='{folder}'", f"model.path='{model}'", "run.steps=30", "eval.every_steps=1000"]
         command = [sys.executable, "-m", "sao", "train", str(example / "run.toml"), *settings]
         subprocess.run(command, check=True, capture_output=True, timeout=500, cwd=folder)
         [metrics] = Path(folder).glob("*/metrics.jsonl")
