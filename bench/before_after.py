@@ -185,7 +185,9 @@ def learner_step() -> Iterator[Callable[[], Measured]]:
 
 def quickstart() -> Iterator[Callable[[], Measured]]:
     """The steps of a short run of the quickstart, wall clock: median of 20, the first 10 (critic warm-up) left out."""
-    example = HERE.parents[1] / "examples" / "quickstart"
+    import sao
+
+    example = Path(sao.__file__).parents[2] / "examples" / "quickstart"  # of the checkout that is measured
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         subprocess.run([sys.executable, example / "make_model.py", model], check=True, capture_output=True)
