@@ -79,7 +79,7 @@ python-lint: $(VENV)/.core
 
 pytest: $(VENV)/.vllm
 	@sh scripts/system_packages.sh
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) $(ARGS)
 
 evidence: $(VENV)/.vllm
 	@for script in $(filter-out bench/common.py bench/learner.py, $(wildcard bench/*.py)); do \

@@ -7,7 +7,9 @@ import json
 import os
 from collections import Counter
 from collections.abc import Generator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,19 +22,34 @@ settings.register_profile("suite", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("suite")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Groups for `--dist loadgroup`: tests of a file stay together (they share fixtures), and so do all tests with the
-    real vLLM (each engine takes a core and gigabytes). Groups that take long go first, so that no worker ends alone."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    order = ["vllm", "e2e"]  # then all others
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with the real vLLM go first, then whole runs: with several workers no long group is left for the end."""
+    order = {"vllm": 0, "e2e": 1}
+    items.sort(key=lambda item: order.get(_group(item.nodeid), order.get(item.path.parent.name, len(order))))
 
-    def group(item: pytest.Item) -> str:
-        return "vllm" if item.get_closest_marker("vllm") else item.path.parent.name
 
-    items.sort(key=lambda item: order.index(group(item)) if group(item) in order else len(order))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("vllm" if group(item) == "vllm" else item.location[0]))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For `pytest -n N`: the tests of a group share a worker, in the order of collection."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid)
+
+    config.option.loadscopereorder = False
+    return ByGroup(config, log)
+
+
+def _group(nodeid: str) -> str:
+    """The file of a test, since its tests share fixtures; one group for all with vLLM, whose engines take gigabytes."""
+    file = nodeid.partition("::")[0]
+    return "vllm" if _uses_vllm(file) else file
+
+
+@cache
+def _uses_vllm(file: str) -> bool:
+    return "pytest.mark.vllm" in (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
 
 
 @pytest.hookimpl(wrapper=True)
