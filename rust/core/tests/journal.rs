@@ -364,6 +364,7 @@ impl Run {
         vec![self.written; 1 + self.written as usize % 50]
     }
 
+    #[allow(clippy::too_many_lines)] // one arm an operation
     fn act(&mut self, op: &Op) {
         let last = self.ledger.books().last_step.unwrap_or(0);
         match *op {
@@ -411,7 +412,9 @@ impl Run {
                     .map(|(o, ..)| o);
                 let ready: Vec<u64> = ready.take(count).collect();
                 let leases = &self.ledger.books().leases;
-                let lease = (0..).find(|lease| !leases.contains_key(lease)).unwrap();
+                let lease = (0..1 << 20)
+                    .find(|lease| !leases.contains_key(lease))
+                    .unwrap();
                 if ready.len() == count {
                     self.ledger.lease(&ready, lease).unwrap();
                 }
