@@ -166,7 +166,8 @@ class World:
 
     def learner(self, step: int, weights: m.WeightsRef | None = None, session: str = "") -> None:
         """A learner joins and continues after `step`."""
-        self.broker.learner_joined(m.Hello("learner", "learner", 0, "", session, step, weights))
+        hello = m.Hello(role="learner", name="learner", incarnation=0, session=session, step=step, weights=weights)
+        self.broker.learner_joined(hello)
 
     def take(self, n: int = BATCH) -> str:
         """Asks for a batch; returns the key."""
