@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ import psutil
 sys.path.insert(1, str(Path(__file__).parent))
 from common import RESULTS, machine, median
 
+from sao import transport
 from sao.config import parse, save
 from sao.trajectory import SegmentBuilder, Termination, Trajectory, encode
-from sao.transport import messages
+from sao.transport import messages, sockets
 from sao.transport.client import Client
 from sao.transport.sockets import private_folder
 
@@ -53,9 +55,16 @@ def send(client: Client, kind: str, body: dict[str, Any], frames: tuple[bytes, .
     return client.send(kind, body, frames)
 
 
+def connected(endpoint: str, take: Callable[[Any], None]) -> Client:
+    options: dict[str, Any] = {"outage_s": 60.0, "on_push": take}
+    if hasattr(sockets, "Limits"):
+        options = {"limits": sockets.Limits(outage_s=60.0), "calls": transport.Callbacks(pushed=take)}
+    return Client(endpoint, role="generator", name="g0", **options)
+
+
 def snapshot_of(client: Client) -> dict[str, Any]:
     answer = send(client, "snapshot", {}).result(60)
-    found: dict[str, Any] = getattr(answer, "state", None) or answer.body
+    found: dict[str, Any] = getattr(answer, "tree", None) or answer.body
     return found
 
 
@@ -100,13 +109,7 @@ def measure(durability: str) -> dict[str, Any]:
         save(config, folder / "config.json")
         endpoint = f"ipc://{sockets / 'broker'}"
         broker, tasks = Broker(folder, endpoint), deque[tuple[int, int]]()
-        client = Client(
-            endpoint,
-            role="generator",
-            name="g0",
-            outage_s=60.0,
-            on_push=lambda message: tasks.extend(pushed(message)),
-        )
+        client = connected(endpoint, lambda message: tasks.extend(pushed(message)))
         try:
             client.connect(deadline_s=60)
             send(client, "loaded", {"version": 0, "fingerprint": "0" * 32}).result(30)

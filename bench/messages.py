@@ -22,7 +22,7 @@ import numpy as np
 import zmq
 from common import report
 
-from sao.transport import Actor, Client, Request, keys
+from sao.transport import Actor, Client, Limits, Request, keys
 from sao.transport.messages import FinishedRollout, Welcome
 
 SIZES = {64: 1.0, 13_000: 0.1, 426_000: 0.01}  # bytes -> share of the messages: a number, 1000 and 32,768 tokens
@@ -45,7 +45,7 @@ def serve_sao(pipe: Any, folder: Path | None) -> None:
         ENDPOINT,
         on_join=lambda peer: Welcome(),
         on_leave=lambda peer, reason: actor.stop(),
-        peer_timeout_s=120.0,
+        limits=Limits(peer_timeout_s=120.0),
         keys=keys.server_keys(folder, ENDPOINT),
     )
     actor.on(FinishedRollout, take)
@@ -59,7 +59,7 @@ def serve_sao(pipe: Any, folder: Path | None) -> None:
 def send_sao(endpoint: str, count: int, payload: bytes, folder: Path | None) -> tuple[float, np.ndarray, float]:
     """(seconds for all, seconds of each round trip, seconds of CPU)."""
     mine = keys.client_keys(folder, endpoint, "generator", "g0")
-    with Client(endpoint, role="generator", name="g0", keys=mine, peer_timeout_s=120.0) as client:
+    with Client(endpoint, role="generator", name="g0", keys=mine, limits=Limits(peer_timeout_s=120.0)) as client:
         client.connect(30.0)
         trips = np.empty(ROUND_TRIPS)
         for number in range(ROUND_TRIPS):

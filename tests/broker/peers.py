@@ -20,7 +20,7 @@ from sao import _core
 from sao.config import Config, load_resolved, save
 from sao.errors import Error
 from sao.trajectory import encode_frames, split_frames
-from sao.transport import Client, private_folder
+from sao.transport import Callbacks, Client, Limits, private_folder
 from sao.transport import messages as m
 
 
@@ -73,11 +73,8 @@ class Peer:
             role=role,
             name=name,
             incarnation=incarnation,
-            max_message_bytes=transport.max_message_bytes,
-            heartbeat_s=transport.heartbeat_s,
-            peer_timeout_s=transport.peer_timeout_s,
-            on_push=self.pushes.put,
-            on_lost=lambda error: self.lost.set(),
+            limits=Limits(transport.max_message_bytes, transport.heartbeat_s, transport.peer_timeout_s),
+            calls=Callbacks(pushed=self.pushes.put, lost=lambda error: self.lost.set()),
         )
         self.welcome = m.Welcome()
 
@@ -204,7 +201,7 @@ class Watcher(Peer):
 
     def snapshot(self) -> dict[str, Any]:
         """The broker's snapshot."""
-        return dict(self.call(m.GetSnapshot()).state)
+        return dict(self.call(m.GetSnapshot()).tree)
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from sao.storage.failpoints import failpoint
 from sao.trajectory import decode
 from sao.transport.client import Client
 from sao.transport.messages import Batch, Commit, Take, WeightsRef
+from sao.transport.sockets import Limits
 
 # So that generators and learner work at the same time, as with a model; a file `hurry` beside the run ends that.
 STEP_S = float(os.environ.get("STEP_S", "0.02"))
@@ -122,10 +123,8 @@ def main() -> int:
         learner.restore(arguments.checkpoint)
         reference = learner.publish(arguments.weights_folder)
         failpoint("learner.restored")
-    transport = config.transport
-    times = {"heartbeat_s": transport.heartbeat_s, "peer_timeout_s": transport.peer_timeout_s}
-    times |= {"outage_s": transport.outage_s}
-    with Client(arguments.endpoint, role="learner", name="learner", **times) as client:
+    limits = Limits.of(config.transport)
+    with Client(arguments.endpoint, role="learner", name="learner", limits=limits) as client:
         client.connect(deadline_s=60, step=learner.steps, weights=reference)
         try:
             train(config, arguments.run_folder, arguments.weights_folder, client, learner)

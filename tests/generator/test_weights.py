@@ -16,13 +16,14 @@ from generator.test_worker import Broker, broker, configured, engine_that  # noq
 from sao.generator.weights import Arrivals
 from sao.generator.worker import Generator
 from sao.transport.messages import Loaded, NewWeights, WeightsRef
+from sao.transport.sockets import Limits
 from sao.transport.weight_bus import WeightsServer
 from sao.transport.weights import publish
 
 
 @pytest.fixture
 def server() -> Iterator[WeightsServer]:
-    server = WeightsServer("tcp://127.0.0.1:0", keys=None, heartbeat_s=0.1)
+    server = WeightsServer("tcp://127.0.0.1:0", Limits(heartbeat_s=0.1))
     yield server
     server.close()
 

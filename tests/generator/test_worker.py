@@ -32,7 +32,7 @@ from sao.rollout.chat import Renderer
 from sao.trajectory import Trajectory, decode
 from sao.transport import messages
 from sao.transport.actor import Actor
-from sao.transport.client import Client
+from sao.transport.client import Callbacks, Client
 from sao.transport.mailbox import Peer
 from sao.transport.mailbox import Request as Incoming
 from sao.transport.messages import (
@@ -53,7 +53,7 @@ from sao.transport.messages import (
     WeightsRef,
     Welcome,
 )
-from sao.transport.sockets import private_folder
+from sao.transport.sockets import Limits, private_folder
 from sao.transport.weights import publish
 
 END = 2
@@ -108,7 +108,7 @@ class Broker:
         self.accept = True
         self._news = threading.Condition()
         self.actor = Actor(
-            endpoint, on_join=self._join, on_leave=self._leave, heartbeat_s=0.1, peer_timeout_s=SILENCE_S
+            endpoint, on_join=self._join, on_leave=self._leave, limits=Limits(heartbeat_s=0.1, peer_timeout_s=SILENCE_S)
         )
         for kind in (Slots, FinishedRollout, FailedRollout, EvalResult, Stats, Loaded, Diverged, KeptTurn):
             self.actor.on(kind, self._take)
@@ -183,11 +183,9 @@ def running(
     """A generator in a thread of its own; what ends it is raised at the end."""
     renderer = Renderer(config.model.path)
 
-    def connect(**callbacks: Any) -> Client:
-        return Client(
-            broker.actor.endpoint, role="generator", name="g0", heartbeat_s=0.1, peer_timeout_s=SILENCE_S,
-            max_message_bytes=config.transport.max_message_bytes, **callbacks,
-        )  # fmt: skip
+    def connect(calls: Callbacks) -> Client:
+        limits = Limits(config.transport.max_message_bytes, heartbeat_s=0.1, peer_timeout_s=SILENCE_S)
+        return Client(broker.actor.endpoint, role="generator", name="g0", limits=limits, calls=calls)
 
     made: list[Generator] = []
     raised: list[BaseException] = []

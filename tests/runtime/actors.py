@@ -15,9 +15,10 @@ import time
 from pathlib import Path
 
 from sao.transport.actor import Actor
-from sao.transport.client import Client
+from sao.transport.client import Callbacks, Client
 from sao.transport.mailbox import Peer, Request
 from sao.transport.messages import Done, EvalReport, GetSnapshot, Message, Snapshot, StepReport, Stop, Welcome
+from sao.transport.sockets import Limits
 
 
 def broker(args: argparse.Namespace, scenario: set[str]) -> int:
@@ -57,7 +58,7 @@ def broker(args: argparse.Namespace, scenario: set[str]) -> int:
         if "deaf" not in scenario:
             end(request.message.reason)
 
-    actor = Actor(args.endpoint, on_join=joined, on_leave=lambda peer, reason: None, heartbeat_s=0.2)
+    actor = Actor(args.endpoint, on_join=joined, on_leave=lambda peer, reason: None, limits=Limits(heartbeat_s=0.2))
     actor.on(Stop, stop)
     actor.on(GetSnapshot, lambda request: Snapshot({"ready": 5}))
     actor.run()
@@ -79,7 +80,8 @@ def peer(args: argparse.Namespace, scenario: set[str], role: str) -> int:
         print(f"helper {helper.pid}", flush=True)
     if "deaf" in scenario:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with Client(args.endpoint, role=role, name=args.name, incarnation=args.incarnation, on_push=pushed) as client:
+    calls = Callbacks(pushed=pushed)
+    with Client(args.endpoint, role=role, name=args.name, incarnation=args.incarnation, calls=calls) as client:
         client.connect(deadline_s=20)
         if f"{role}_dies" in scenario and args.incarnation < args.deaths:
             print("Traceback: out of memory", flush=True)

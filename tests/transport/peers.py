@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sao.transport import LATER, Actor, Client, Peer, Request
+from sao.transport import LATER, Actor, Callbacks, Client, Limits, Peer, Request
+from sao.transport.keys import ClientKeys, ServerKeys
 from sao.transport.messages import Ack, CancelCall, FinishedRollout, Message, Slots, Take, Welcome
 from sao.transport.sockets import private_folder
 
@@ -16,15 +17,14 @@ from sao.transport.sockets import private_folder
 class Server:
     """Answers `slots` with what it got, `take` never (unless `answer_takes`), keeps what joins and leaves."""
 
-    def __init__(self, endpoint: str, **options: Any) -> None:
-        options = {"heartbeat_s": 0.1, "peer_timeout_s": 3.0} | options
+    def __init__(self, endpoint: str, *, keys: ServerKeys | None = None, **limits: Any) -> None:
         self.joined: list[Peer] = []
         self.left: list[tuple[str, str]] = []
         self.got: list[Any] = []
         self.cancelled: list[int] = []
         self.delay_s = 0.0
         self.version = 7
-        self.actor = Actor(endpoint, on_join=self._join, on_leave=self._leave, **options)
+        self.actor = Actor(endpoint, on_join=self._join, on_leave=self._leave, limits=_limits(**limits), keys=keys)
         self.actor.on(Slots, self._slots)
         self.actor.on(FinishedRollout, self._rollout)
         self.actor.on(Take, lambda request: LATER, "learner")
@@ -85,8 +85,20 @@ def serving(**options: Any) -> Iterator[Server]:
         folder.rmdir()
 
 
-def client_of(server: Server | str, name: str = "c", role: str = "generator", **options: Any) -> Client:
+def client_of(
+    server: Server | str,
+    name: str = "c",
+    role: str = "generator",
+    incarnation: int = 0,
+    keys: ClientKeys | None = None,
+    calls: Callbacks = Callbacks(),  # noqa: B008 - frozen
+    **limits: Any,
+) -> Client:
     """A client that has not joined yet."""
     endpoint = server if isinstance(server, str) else server.actor.endpoint
-    options = {"heartbeat_s": 0.1, "peer_timeout_s": 3.0} | options
-    return Client(endpoint, role=role, name=name, **options)
+    limited = _limits(**limits)
+    return Client(endpoint, role=role, name=name, incarnation=incarnation, limits=limited, keys=keys, calls=calls)
+
+
+def _limits(**limits: Any) -> Limits:
+    return Limits(**{"heartbeat_s": 0.1, "peer_timeout_s": 3.0, **limits})

@@ -21,7 +21,7 @@ from transport.peers import Server, client_of, serving
 from waiting import until
 
 from sao.errors import ClosedError, DeadlineError, TransportError, WireError
-from sao.transport import private_folder
+from sao.transport import Callbacks, private_folder
 from sao.transport.encoding import encode
 from sao.transport.messages import Bye, Event, FinishedRollout, Hello, Message, Slots, Take, TaskEntry, Tasks, Welcome
 
@@ -124,7 +124,10 @@ def test_flush_says_what_was_not_delivered() -> None:
 
 def test_silence_of_the_broker_fails_waiters_and_calls_back_once() -> None:
     lost: list[Exception] = []
-    with serving() as server, client_of(server, role="learner", on_lost=lost.append, peer_timeout_s=1.0) as client:
+    with (
+        serving() as server,
+        client_of(server, role="learner", calls=Callbacks(lost=lost.append), peer_timeout_s=1.0) as client,
+    ):
         client.connect(5)
         future = client.call(Take(1))
         server.delay_s = 3.0
@@ -168,7 +171,7 @@ def _join_and_die(endpoint: str) -> None:
 
 def test_pushes_arrive_once_and_are_acknowledged() -> None:
     pushed: list[Message] = []
-    with serving() as server, client_of(server, on_push=pushed.append) as client:
+    with serving() as server, client_of(server, calls=Callbacks(pushed=pushed.append)) as client:
         client.connect(5)
         peer = server.joined[0]
         for n in range(500):
@@ -188,16 +191,19 @@ def test_what_the_socket_has_no_room_for_waits_and_comes_in_order(monkeypatch: p
         assert isinstance(message, Tasks) and len(message.frames[0]) == 1 << 20
         pushed.append(message.tasks[0].ordinal)
 
-    with serving(peer_timeout_s=30.0) as server, client_of(server, on_push=slow, peer_timeout_s=30.0) as client:
+    with (
+        serving(peer_timeout_s=30.0) as server,
+        client_of(server, calls=Callbacks(pushed=slow), peer_timeout_s=30.0) as client,
+    ):
         client.connect(5)
         peer, payload = server.joined[0], bytes(1 << 20)
         for n in range(60):
             server.push(peer, Tasks((TaskEntry(n, 1, 0, "train"),), frames=(payload,)))
-        assert server.in_loop(lambda: len(peer.backlog)) > 0
+        assert server.in_loop(lambda: len(peer.outbox)) > 0
         until(lambda: len(pushed) == 60)
         assert pushed == list(range(60))
         until(lambda: server.in_loop(lambda: peer.link.waiting) == 0)
-        assert not peer.backlog
+        assert not peer.outbox
 
 
 def test_one_that_acknowledges_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,16 +222,16 @@ def test_a_push_callback_that_fails_does_not_end_the_client(caplog: pytest.LogCa
     def broken(message: Message) -> None:
         raise ValueError("bug")
 
-    with serving() as server, client_of(server, on_push=broken) as client:
+    with serving() as server, client_of(server, calls=Callbacks(pushed=broken)) as client:
         client.connect(5)
         server.push(server.joined[0], Event("info", "x"))
-        until(lambda: "on_push failed" in caplog.text)
+        until(lambda: "a callback failed" in caplog.text)
         client.call(Slots(1), deadline_s=5).result()
 
 
 def test_a_new_incarnation_fences_the_old_one() -> None:
     lost: list[Exception] = []
-    with serving() as server, client_of(server, "g0", on_lost=lost.append) as old:
+    with serving() as server, client_of(server, "g0", calls=Callbacks(lost=lost.append)) as old:
         old.connect(5)
         with client_of(server, "g0", incarnation=1) as new:
             new.connect(5)
@@ -250,7 +256,7 @@ def test_a_new_process_of_the_same_incarnation_replaces_the_old_one() -> None:
 
 def test_one_that_was_given_up_is_told_to_leave() -> None:
     lost: list[Exception] = []
-    with serving() as server, client_of(server, on_lost=lost.append) as client:
+    with serving() as server, client_of(server, calls=Callbacks(lost=lost.append)) as client:
         client.connect(5)
         server.in_loop(lambda: server.actor.mailbox.drop(server.joined[0], "test"))
         with pytest.raises(TransportError, match="join again"):
@@ -468,7 +474,7 @@ def test_the_last_answer_survives_a_lost_connection() -> None:
     proxied = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
     try:
         pushed: list[Message] = []
-        with client_of(proxied, peer_timeout_s=20.0, heartbeat_s=0.2, on_push=pushed.append) as client:
+        with client_of(proxied, peer_timeout_s=20.0, heartbeat_s=0.2, calls=Callbacks(pushed=pushed.append)) as client:
             client.connect(5)
             futures: list[Future[Message]] = []
             for n in range(60):

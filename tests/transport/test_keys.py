@@ -12,12 +12,13 @@ import pytest
 import zmq
 from transport.peers import Server, client_of
 from waiting import until
+from zmq.auth.thread import AuthenticationThread
 
 from sao.errors import ConfigError, DeadlineError, Error, TransportError
 from sao.transport import Client, keys
 from sao.transport.encoding import decode, encode
 from sao.transport.messages import Ack, FinishedRollout, Refusal, Slots
-from sao.transport.sockets import connect, make_dealer
+from sao.transport.sockets import Limits, connect, make_dealer
 
 TCP = "tcp://127.0.0.1:0"
 
@@ -224,7 +225,7 @@ def test_another_key_that_takes_an_identity_has_not_joined(server: Server, folde
         client.connect(5)
         mine = keys.client_keys(folder, TCP, "generator", "g7")
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        thief = make_dealer(context, server.actor.endpoint, b"generator:g0:0", 1 << 20, mine)
+        thief = make_dealer(context, server.actor.endpoint, b"generator:g0:0", Limits(), mine)
         connect(thief, server.actor.endpoint)
         assert thief.poll(5000, zmq.POLLOUT)
         thief.send_multipart([bytes(f) for f in encode(FinishedRollout(frames=(b"h", b"p")), 1 << 20, seq=1)])
@@ -272,5 +273,5 @@ def test_the_gate_leaves_no_thread_and_no_file(folder: Path) -> None:
 
     for _ in range(3):
         Server(TCP, keys=keys.server_keys(folder, TCP)).start().stop()
-    assert not [thread for thread in threading.enumerate() if thread.name == "sao-gate"]
+    assert not [thread for thread in threading.enumerate() if isinstance(thread, AuthenticationThread)]
     assert len(list(folder.iterdir())) == 8

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from sao.errors import WireError
-from sao.transport.encoding import MAX_HEADER_BYTES, decode, encode
+from sao.transport.encoding import MAX_DEPTH, MAX_HEADER_BYTES, decode, encode
 from sao.transport.messages import (
-    MAX_DEPTH,
     Ack,
     Commit,
     FinishedRollout,
@@ -50,7 +49,7 @@ def test_round_trip_keeps_everything_and_copies_no_frame() -> None:
     received = decode(wire, LIMIT)
     header, message = received.header, received.message()
     assert (header.kind, header.seq, header.re, header.low) == ("tasks", 7, 3, 2)
-    assert isinstance(message, Tasks) and message.tasks == (task,) and message.n_bytes == 1001
+    assert isinstance(message, Tasks) and message.tasks == (task,)
     payload[0] = ord("y")
     assert bytes(message.frames[1][:1]) == b"y"
 
@@ -76,7 +75,7 @@ def test_scalars_of_numpy_and_torch_are_plain_numbers() -> None:
 def test_long_rollouts_pass_and_oversized_frames_name_sizes() -> None:
     two_megabytes = bytes(2_000_000)
     message = FinishedRollout(frames=(b"h", two_megabytes))
-    assert decode(encode(message, 1 << 21), 1 << 21).message().n_bytes == 2_000_001
+    assert len(decode(encode(message, 1 << 21), 1 << 21).message().frames[1]) == 2_000_000
     with pytest.raises(WireError, match=r"frame 1 of 2000000 bytes exceeds transport.max_message_bytes = 1048576"):
         encode(message, LIMIT)
     with pytest.raises(WireError, match=r"frame 0 of 2000000 bytes exceeds"):
@@ -85,7 +84,7 @@ def test_long_rollouts_pass_and_oversized_frames_name_sizes() -> None:
         encode(Stop("x" * MAX_HEADER_BYTES), LIMIT)
     with pytest.raises(WireError, match=r"header of \d+ bytes exceeds"):
         decode([bytes(MAX_HEADER_BYTES + 1)], LIMIT)
-    with pytest.raises(WireError, match="9 frames exceeds the limit of 8"):
+    with pytest.raises(WireError, match="message of 9 frames, expected 1 to 8"):
         decode([packed()] + [b""] * 8, LIMIT, max_frames=8)
 
 
@@ -96,9 +95,9 @@ def test_depth_is_limited() -> None:
             value = [value]
         return value
 
-    assert isinstance(read(packed(kind="snapshot", body={"state": {"x": nested(MAX_DEPTH - 1)}})), Snapshot)
-    with pytest.raises(WireError, match="snapshot: nested deeper than 16"):
-        read(packed(kind="snapshot", body={"state": {"x": nested(MAX_DEPTH)}}))
+    assert isinstance(read(packed(kind="snapshot", body={"tree": {"x": nested(MAX_DEPTH - 1)}})), Snapshot)
+    with pytest.raises(WireError, match=r"snapshot: .*nested deeper than 16"):
+        read(packed(kind="snapshot", body={"tree": {"x": nested(MAX_DEPTH)}}))
     for deep in (b"\x91" * 10_000, b"\x81\xa1x" * 10_000):
         with pytest.raises(WireError, match="nested"):
             read(b"\x81\xa1x" + deep + b"\x00")
@@ -123,8 +122,8 @@ def test_depth_is_limited() -> None:
         packed(seq=1.5),
         packed(seq=True),
         packed(re=2**63),
-        packed(kind="snapshot", body={"state": {"x": msgpack.ExtType(5, b"abc")}}),
-        packed(kind="snapshot", body={"state": {"x": msgpack.Timestamp(1, 2)}}),
+        packed(kind="snapshot", body={"tree": {"x": msgpack.ExtType(5, b"abc")}}),
+        packed(kind="snapshot", body={"tree": {"x": msgpack.Timestamp(1, 2)}}),
         packed(body={"free": msgpack.Timestamp(1, 2)}),
         packed(kind="finished_rollout", body={"frames": [b"h", b"p"]}),
         packed() + b"\x00",
@@ -171,7 +170,7 @@ def test_unknown_fields_are_ignored_and_frames_are_counted() -> None:
 
 def test_fuzzed_headers_are_errors_at_once_and_leave_no_memory() -> None:
     rng = random.Random(0)
-    good = packed(kind="snapshot", body={"state": {"free": 3, "list": list(range(50)), "text": "abc" * 20}})
+    good = packed(kind="snapshot", body={"tree": {"free": 3, "list": list(range(50)), "text": "abc" * 20}})
     slowest = 0.0
     tracemalloc.start()
     for _ in range(20_000):

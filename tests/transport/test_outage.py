@@ -17,7 +17,7 @@ from transport.peers import Server
 from waiting import until
 
 from sao.errors import TransportError
-from sao.transport import Client, private_folder
+from sao.transport import Callbacks, Client, Limits, private_folder
 from sao.transport.messages import Ack, Message, Slots, Stats, Stop, Take, Welcome
 
 TIMES = {"heartbeat_s": 0.1, "peer_timeout_s": 1.0}
@@ -40,12 +40,13 @@ def test_a_broker_that_was_started_again_gets_what_is_unanswered_and_pushes_are_
         endpoint,
         role="learner",
         name="learner",
-        outage_s=20.0,
-        transient=(Stats,),
-        on_greet=lambda hello: replace(hello, tasks=((len(welcomes), 0),)),
-        on_rejoin=welcomes.append,
-        on_push=pushes.append,
-        **TIMES,
+        limits=Limits(**TIMES, outage_s=20.0),
+        calls=Callbacks(
+            pushed=pushes.append,
+            greet=lambda hello: replace(hello, tasks=((len(welcomes), 0),)),
+            rejoined=welcomes.append,
+            transient=(Stats,),
+        ),
     )
     try:
         client.connect(5, step=3)
@@ -73,7 +74,7 @@ def test_a_broker_that_was_started_again_gets_what_is_unanswered_and_pushes_are_
 
 def test_a_peer_that_was_given_up_greets_again_in_the_same_session(endpoint: str) -> None:
     server = Server(endpoint, **TIMES).start()
-    client = Client(endpoint, role="generator", name="g0", outage_s=20.0, **TIMES)
+    client = Client(endpoint, role="generator", name="g0", limits=Limits(**TIMES, outage_s=20.0))
     try:
         client.connect(5)
         server.in_loop(lambda: server.actor.mailbox.drop(server.joined[0], "silent for a test"))
@@ -88,7 +89,8 @@ def test_a_peer_that_was_given_up_greets_again_in_the_same_session(endpoint: str
 def test_without_patience_or_after_it_the_broker_is_lost(endpoint: str) -> None:
     lost: list[Exception] = []
     server = Server(endpoint, **TIMES).start()
-    client = Client(endpoint, role="generator", name="g0", outage_s=2.0, on_lost=lost.append, **TIMES)
+    limits, calls = Limits(**TIMES, outage_s=2.0), Callbacks(lost=lost.append)
+    client = Client(endpoint, role="generator", name="g0", limits=limits, calls=calls)
     client.connect(5)
     server.stop()
     until(lambda: bool(lost), 60)
@@ -112,9 +114,8 @@ def test_a_broker_that_stands_still_is_waited_for_and_gives_nobody_up(endpoint: 
     with subprocess.Popen(command, stdout=subprocess.PIPE) as broker:
         assert broker.stdout is not None and broker.stdout.readline() == b"up\n"
         rejoined: list[Any] = []
-        client = Client(
-            endpoint, role="generator", name="g0", outage_s=60.0, on_rejoin=rejoined.append, heartbeat_s=0.1
-        )
+        limits, calls = Limits(heartbeat_s=0.1, outage_s=60.0), Callbacks(rejoined=rejoined.append)
+        client = Client(endpoint, role="generator", name="g0", limits=limits, calls=calls)
         try:
             client.connect(30)
             os.kill(broker.pid, signal.SIGSTOP)

@@ -16,6 +16,7 @@ import zmq
 from sao.errors import TransportError
 from sao.transport.sockets import (
     IPC_PATH_LIMIT,
+    Limits,
     bind_router,
     check_endpoint,
     clear_stale,
@@ -64,16 +65,16 @@ def test_long_paths_are_refused_with_length_and_limit() -> None:
 def test_the_limit_is_the_systems(context: zmq.Context, folder: Path) -> None:
     longest = str(folder / ("x" * (IPC_PATH_LIMIT - len(str(folder)) - 1)))
     assert len(longest) == IPC_PATH_LIMIT
-    router, _ = bind_router(context, f"ipc://{longest}", 1 << 20)
+    router, _ = bind_router(context, f"ipc://{longest}", Limits(1 << 20))
     router.close(linger=0)
 
 
 def test_a_folder_that_others_may_enter_is_refused(context: zmq.Context, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     with pytest.raises(TransportError, match="mode 0700, has 0755"):
-        bind_router(context, f"ipc://{tmp_path}/b", 1 << 20)
+        bind_router(context, f"ipc://{tmp_path}/b", Limits(1 << 20))
     with pytest.raises(TransportError, match="No such file"):
-        bind_router(context, f"ipc://{tmp_path}/none/b", 1 << 20)
+        bind_router(context, f"ipc://{tmp_path}/none/b", Limits(1 << 20))
 
 
 def test_socket_files_of_killed_processes_are_removed(context: zmq.Context, folder: Path) -> None:
@@ -85,12 +86,12 @@ def test_socket_files_of_killed_processes_are_removed(context: zmq.Context, fold
     child = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
     assert child.stdout is not None and child.stdout.readline() == b"up\n"
     with pytest.raises(TransportError, match="another process listens here"):
-        bind_router(context, f"ipc://{path}", 1 << 20)
+        bind_router(context, f"ipc://{path}", Limits(1 << 20))
     child.send_signal(signal.SIGKILL)
     child.wait(10)
     child.stdout.close()
     assert path.exists()
-    router, endpoint = bind_router(context, f"ipc://{path}", 1 << 20)
+    router, endpoint = bind_router(context, f"ipc://{path}", Limits(1 << 20))
     assert endpoint == f"ipc://{path}"
     router.close(linger=0)
 
@@ -111,23 +112,23 @@ def test_other_files_are_never_removed(folder: Path) -> None:
 
 
 def test_ports_are_loopback_and_filled_in(context: zmq.Context) -> None:
-    router, endpoint = bind_router(context, "tcp://127.0.0.1:0", 1 << 20)
+    router, endpoint = bind_router(context, "tcp://127.0.0.1:0", Limits(1 << 20))
     port = int(endpoint.rpartition(":")[2])
     assert endpoint.startswith("tcp://127.0.0.1:") and port > 0
     with socket.create_connection(("127.0.0.1", port), timeout=5):
         pass
     with pytest.raises(TransportError, match="cannot listen"):
-        bind_router(context, endpoint, 1 << 20)
+        bind_router(context, endpoint, Limits(1 << 20))
     router.close(linger=0)
 
 
 def test_a_dealer_may_connect_before_there_is_a_listener(context: zmq.Context, folder: Path) -> None:
     endpoint = f"ipc://{folder}/late"
-    dealer = make_dealer(context, endpoint, b"me", 1 << 20)
+    dealer = make_dealer(context, endpoint, b"me", Limits(1 << 20))
     connect(dealer, endpoint)
     with pytest.raises(zmq.Again):  # nothing is queued for a connection that may never be
         dealer.send(b"early", zmq.NOBLOCK)
-    router, _ = bind_router(context, endpoint, 1 << 20)
+    router, _ = bind_router(context, endpoint, Limits(1 << 20))
     assert dealer.poll(5000, zmq.POLLOUT)
     dealer.send(b"early")
     assert router.poll(5000)

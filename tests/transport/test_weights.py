@@ -45,7 +45,7 @@ def test_fingerprint_sees_every_fact_and_no_accident():
 
 def test_threaded_fingerprint_equals_the_plain_one(monkeypatch):
     plain = fingerprint(tensors())
-    monkeypatch.setattr("sao.transport.weights._THREADED_BYTES", 0)
+    monkeypatch.setattr("sao.transport.fingerprint._THREADED_BYTES", 0)
     assert fingerprint(tensors()) == plain
 
 

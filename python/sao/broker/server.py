@@ -19,6 +19,7 @@ from sao.transport import messages as m
 from sao.transport.actor import LATER, Actor
 from sao.transport.keys import server_keys
 from sao.transport.mailbox import GOODBYE, Peer, Request
+from sao.transport.sockets import Limits
 
 log = logging.getLogger(__name__)
 ROLES: Final = ("generator", "learner", "supervisor", "visitor")  # a visitor reads how the run is set up and stands
@@ -59,9 +60,7 @@ class Server:
             endpoint,
             on_join=self._join,
             on_leave=self._leave,
-            max_message_bytes=transport.max_message_bytes,
-            heartbeat_s=transport.heartbeat_s,
-            peer_timeout_s=transport.peer_timeout_s,
+            limits=Limits.of(transport),
             keys=keys,
             commit=self._persist,
         )
@@ -306,8 +305,9 @@ class Server:
 
     def _crash(self, error: Exception) -> None:
         log.exception("broker failed")
-        self._mailbox.release(discard=True)  # what is not on disk was never sent
+        self._mailbox.discard()  # what is not on disk was never sent
         try:
             self.broker.close(m.Done(f"broker: {type(error).__name__}: {error}", True, self.broker.run.step))
+            self._mailbox.flush()
         except ClosedError:
             log.error("peers could not be reached")

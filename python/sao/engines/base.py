@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sao.errors import ClosedError, EngineError
-from sao.transport.reference import WeightsRef
+from sao.transport.messages import WeightsRef
 
 StopReason = Literal["stop", "length", "context", "abort"]
 UNLIMITED = 1 << 31  # a context window or vocabulary without a bound

@@ -11,7 +11,7 @@ import numpy as np
 
 from sao.engines.base import Completion, Engine, EngineStats, Flight, Request, StopReason, spans_of
 from sao.engines.seeds import derive_seed
-from sao.transport.reference import WeightsRef
+from sao.transport.messages import WeightsRef
 
 
 @dataclass(frozen=True, slots=True)

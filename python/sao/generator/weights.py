@@ -12,7 +12,8 @@ from sao.config import Config
 from sao.engines.base import Engine
 from sao.errors import WeightsError
 from sao.transport.keys import LEARNER, client_keys
-from sao.transport.reference import WeightsRef
+from sao.transport.messages import WeightsRef
+from sao.transport.sockets import Limits
 from sao.transport.weight_bus import Puller, source_of
 
 log = logging.getLogger(__name__)
@@ -108,10 +109,9 @@ class Arrivals:
             self._puller = Puller(
                 endpoint,
                 self._folder,
+                Limits.of(transport),
                 name=self._name,
                 incarnation=self._incarnation,
                 keys=client_keys(transport.keys, endpoint, "generator", self._name, LEARNER),
-                heartbeat_s=transport.heartbeat_s,
-                patience_s=transport.peer_timeout_s,
             )
-        return self._puller.pull(ref).ref
+        return self._puller.pull(ref)

@@ -37,7 +37,7 @@ from sao.rollout.recorder import Assignment, Recorder
 from sao.rollout.turns import DivergedError, Send, unpack
 from sao.storage.failpoints import failpoint
 from sao.trajectory import Trajectory, encode_frames
-from sao.transport.client import Client
+from sao.transport.client import Callbacks, Client
 from sao.transport.keys import client_keys
 from sao.transport.messages import (
     Ack,
@@ -58,6 +58,7 @@ from sao.transport.messages import (
     Tasks,
     Welcome,
 )
+from sao.transport.sockets import Limits
 
 _CODES = ("bad_logprob", "no_token_capture", "bad_completion", "aborted")  # what an EngineError may begin with
 _BACKLOG = 1000  # unanswered messages beyond which no more statistics are sent
@@ -68,12 +69,14 @@ log = logging.getLogger(__name__)
 class Generator:
     """Plays tasks for the broker until it is stopped.
 
-    player: not yet started. connect: makes the connection to the broker, given the four callbacks of a `Client`.
+    player: not yet started. connect: makes the connection to the broker, given what its client calls.
     The player's seed comes from `derive_seed(run seed, name, incarnation)`: restarted and parallel generators never
     repeat one another's draws.
     """
 
-    def __init__(self, player: Player, connect: Callable[..., Client], arrivals: Arrivals | None = None) -> None:
+    def __init__(
+        self, player: Player, connect: Callable[[Callbacks], Client], arrivals: Arrivals | None = None
+    ) -> None:
         config = player.config
         self.config, self.player, self.engine = config, player, player.engine
         self._connect = connect
@@ -259,10 +262,13 @@ class Generator:
             return later
 
         self._client = self._connect(
-            on_push=in_loop(self._on_push),
-            on_lost=in_loop(self._fail),
-            on_greet=self._greet,
-            on_rejoin=in_loop(self._rejoined),
+            Callbacks(
+                pushed=in_loop(self._on_push),
+                lost=in_loop(self._fail),
+                greet=self._greet,
+                rejoined=in_loop(self._rejoined),
+                transient=(Slots, Stats, Loaded),
+            )
         )
         welcome = await asyncio.to_thread(self._client.connect)
         if welcome.weights is not None:
@@ -345,11 +351,7 @@ class Generator:
             message = Stats(
                 busy_share=min(1.0, (stats.busy_s - before.busy_s) / (now - at)),
                 tokens_per_s=(stats.sampled_tokens - before.sampled_tokens) / (now - at),
-                running=stats.running,
-                waiting=stats.waiting,
-                sampled_tokens=stats.sampled_tokens,
                 kv_use=stats.kv_use,
-                preempted=stats.preempted,
                 episode_limit=self._limit,
             )
             before, at = stats, now
@@ -369,19 +371,10 @@ def make_generator(
     player = make_player(config, derive_seed(config.run.seed, name, incarnation), name, index)
     keys = client_keys(config.transport.keys, endpoint, "generator", name)
 
-    def connect(**callbacks: Callable[..., Any]) -> Client:
+    def connect(calls: Callbacks) -> Client:
+        limits = Limits.of(config.transport)
         return Client(
-            endpoint,
-            role="generator",
-            name=name,
-            incarnation=incarnation,
-            max_message_bytes=config.transport.max_message_bytes,
-            heartbeat_s=config.transport.heartbeat_s,
-            peer_timeout_s=config.transport.peer_timeout_s,
-            keys=keys,
-            outage_s=config.transport.outage_s,
-            transient=(Slots, Stats, Loaded),
-            **callbacks,
+            endpoint, role="generator", name=name, incarnation=incarnation, limits=limits, keys=keys, calls=calls
         )
 
     arrivals = None if weights_folder is None else Arrivals(config, weights_folder, endpoint, name, incarnation)

@@ -8,7 +8,6 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from sao.config import load_resolved
 from sao.errors import ConfigError, Error
@@ -17,6 +16,7 @@ from sao.storage.failpoints import failpoint
 from sao.transport.client import Client
 from sao.transport.keys import LEARNER, client_keys, server_keys
 from sao.transport.messages import WorkerError
+from sao.transport.sockets import Limits
 from sao.transport.weight_bus import WeightsServer
 
 DONE, FAILED, BAD_CONFIG = 0, 1, 2
@@ -51,22 +51,19 @@ def main(argv: list[str] | None = None) -> int:
 
         world = World.join(arguments.store)
         transport = config.transport
-        timing: dict[str, Any] = {"heartbeat_s": transport.heartbeat_s, "peer_timeout_s": transport.peer_timeout_s}
         if world.rank == 0:
             client = Client(
                 arguments.endpoint,
                 role="learner",
                 name="learner",
-                max_message_bytes=transport.max_message_bytes,
-                outage_s=transport.outage_s,
+                limits=Limits.of(transport),
                 keys=client_keys(transport.keys, arguments.endpoint, "learner", "learner"),
-                **timing,
             )
         learner, trained, weights = Learner(config, world, arguments.weights_folder), None, None
         server: WeightsServer | None = None
         if client is not None and transport.weights_bind is not None:
             keys = server_keys(transport.keys, transport.weights_bind, LEARNER)
-            server = WeightsServer(transport.weights_bind, keys=keys, **timing)
+            server = WeightsServer(transport.weights_bind, Limits.of(transport), keys)
             learner.announce = server.publish
             log.info("weights for other hosts are served at %s", server.endpoint)
         if arguments.checkpoint is not None:

@@ -28,7 +28,7 @@ from sao.runtime.supervisor import EXIT_FAILED, EXIT_INTERRUPTED
 from sao.transport.client import Client
 from sao.transport.keys import VISITOR, client_keys
 from sao.transport.messages import GetConfig, GetSnapshot, Message, RunConfig, Snapshot
-from sao.transport.sockets import check_endpoint
+from sao.transport.sockets import Limits, check_endpoint
 
 ASK_S: Final = 20.0  # for one answer of the broker
 END_S: Final = 5.0  # beyond transport.shutdown_s, before an actor that was asked to end is killed
@@ -103,7 +103,7 @@ def snapshot(endpoint: str, name: str, *, keys: Path | None = None, wait_s: floa
     """The state of the run of the broker at `endpoint`. Raises as `_ask` does."""
     answer = _ask(endpoint, GetSnapshot(), name, keys, wait_s)
     assert isinstance(answer, Snapshot)
-    return answer.state
+    return answer.tree
 
 
 def _ask(endpoint: str, question: GetConfig | GetSnapshot, name: str, keys: Path | None, wait_s: float) -> Message:
@@ -117,7 +117,11 @@ def _ask(endpoint: str, question: GetConfig | GetSnapshot, name: str, keys: Path
         raise ConfigError(f"--connect: {error}") from None
     visitor = f"{name}@{socket.gethostname()}-{os.getpid()}"
     with Client(
-        endpoint, role=VISITOR, name=visitor, keys=client_keys(keys, endpoint, VISITOR, name), peer_timeout_s=ASK_S
+        endpoint,
+        role=VISITOR,
+        name=visitor,
+        keys=client_keys(keys, endpoint, VISITOR, name),
+        limits=Limits(peer_timeout_s=ASK_S),
     ) as client:
         client.connect(deadline_s=wait_s)
         return client.call(question, deadline_s=ASK_S).result()
@@ -136,7 +140,7 @@ def _prepare(
     answer = _ask(endpoint, GetConfig(), name, keys, wait_s)
     assert isinstance(answer, RunConfig)
     source = f"configuration of the broker at {endpoint}"
-    data = configuration.parse(answer.config, source=source).model_dump()
+    data = configuration.parse(answer.tree, source=source).model_dump()
     data["transport"]["keys"] = None if keys is None else str(keys.resolve())
     if keys is None:
         data["transport"]["allow_remote"] = True  # the broker has decided that

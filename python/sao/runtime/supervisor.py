@@ -30,9 +30,10 @@ from sao.runtime import resume as resuming
 from sao.runtime.processes import Child, Command, Family, on_signals
 from sao.storage.failpoints import failpoint
 from sao.transport import messages
-from sao.transport.client import Client
+from sao.transport.client import Callbacks, Client
 from sao.transport.keys import SUPERVISOR, client_keys
 from sao.transport.messages import Message
+from sao.transport.sockets import Limits
 
 RESTARTS: Final = 3  # of one process within the window; one more ends the run
 RESTART_WINDOW_S: Final = 300.0
@@ -141,14 +142,13 @@ class Supervisor:
             self._places.endpoint,
             role=SUPERVISOR,
             name=SUPERVISOR,
-            max_message_bytes=transport.max_message_bytes,
-            heartbeat_s=transport.heartbeat_s,
-            peer_timeout_s=transport.peer_timeout_s,
+            limits=Limits.of(transport),
             keys=client_keys(transport.keys, self._places.endpoint, SUPERVISOR, SUPERVISOR),
-            on_push=lambda message: self._later(self._on_message, message),
-            on_lost=lambda error: self._later(self._finish, EXIT_FAILED, str(error)),
-            outage_s=transport.outage_s,
-            on_greet=lambda hello: structs.replace(hello, step=self.last_step),
+            calls=Callbacks(
+                pushed=lambda message: self._later(self._on_message, message),
+                lost=lambda error: self._later(self._finish, EXIT_FAILED, str(error)),
+                greet=lambda hello: structs.replace(hello, step=self.last_step),
+            ),
         )
         last.callback(self._client.close)
         threading.Thread(target=self._join, args=(self._client,), daemon=True).start()
@@ -219,7 +219,7 @@ class Supervisor:
         if error := answer.exception():
             self._warn(f"{text}; broker: {error}")
         elif isinstance(snapshot := answer.result(), messages.Snapshot):
-            self._warn("\n".join([f"{text}; waiting for:", *snapshot.state["waits"]]))
+            self._warn("\n".join([f"{text}; waiting for:", *snapshot.tree["waits"]]))
 
     def _warn(self, text: str) -> None:
         self._report("event", {"level": "warning", "text": text})

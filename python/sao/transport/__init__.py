@@ -1,19 +1,9 @@
-"""Messages, sockets and the two ends of a line: `Actor` listens, `Client` connects."""
+"""Messages between processes, and the two ends of a connection: an `Actor` listens, a `Client` connects."""
 
 from sao.transport.actor import LATER, Actor
-from sao.transport.client import Client
-from sao.transport.mailbox import Mailbox, Peer, Reply, Request
+from sao.transport.client import Callbacks, Client
+from sao.transport.mailbox import Mailbox, Peer, Request
 from sao.transport.messages import Message
-from sao.transport.sockets import private_folder
+from sao.transport.sockets import Limits, private_folder
 
-__all__ = [
-    "LATER",
-    "Actor",
-    "Client",
-    "Mailbox",
-    "Message",
-    "Peer",
-    "Reply",
-    "Request",
-    "private_folder",
-]
+__all__ = ["LATER", "Actor", "Callbacks", "Client", "Limits", "Mailbox", "Message", "Peer", "Request", "private_folder"]

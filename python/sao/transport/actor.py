@@ -19,20 +19,23 @@ from typing import Any, Final, TypeVar
 import zmq
 
 from sao.errors import Error, WireError
-from sao.transport import legacy
 from sao.transport.keys import ServerKeys
 from sao.transport.mailbox import Mailbox, Peer, Request
 from sao.transport.messages import Ack, Message, Refusal, Welcome
+from sao.transport.sockets import Limits
 
 log = logging.getLogger(__name__)
 LATER: Final = Ack(reason="later")  # a handler that answers by `Mailbox.reply` in its own time returns this
 M = TypeVar("M", bound=Message)
+BATCH: Final = 256  # messages of one turn of the loop
 
 
 class Actor:
     """Serves one endpoint until `stop`. `on_join` and `on_leave` as in `Mailbox`, which is the attribute `mailbox`.
 
-    With `keys` only peers with known keys may connect, each in the role that its key stands for.
+    With `keys` only peers with known keys may connect, each in the role that its key stands for. `commit()` is called
+    once a turn of the loop, after all that had arrived was handled and before anything that handlers and timers decided
+    is sent: what makes decisions durable belongs there.
     """
 
     def __init__(
@@ -41,21 +44,11 @@ class Actor:
         *,
         on_join: Callable[[Peer], Welcome],
         on_leave: Callable[[Peer, str], None],
-        commit: Callable[[], None] | None = None,
-        max_message_bytes: int = 1 << 28,
-        heartbeat_s: float = 1.0,
-        peer_timeout_s: float = 15.0,
+        commit: Callable[[], None] = lambda: None,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
         keys: ServerKeys | None = None,
     ) -> None:
-        self.mailbox = Mailbox(
-            endpoint,
-            on_join=on_join,
-            on_leave=on_leave,
-            max_message_bytes=max_message_bytes,
-            heartbeat_s=heartbeat_s,
-            peer_timeout_s=peer_timeout_s,
-            keys=keys,
-        )
+        self.mailbox = Mailbox(endpoint, on_join, on_leave, limits, keys)
         self._commit = commit
         self._handlers: dict[type[Message], tuple[Callable[[Request[Any]], Message | None], frozenset[str]]] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -65,16 +58,16 @@ class Actor:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        self.every(heartbeat_s, self.mailbox.beat)
+        self.every(limits.heartbeat_s, self.mailbox.beat)
 
     @property
     def endpoint(self) -> str:
         """Where it listens."""
         return self.mailbox.endpoint
 
-    def on(self, kind: type[M] | str, handler: Callable[[Request[M]], Message | None], *roles: str) -> None:
+    def on(self, kind: type[M], handler: Callable[[Request[M]], Message | None], *roles: str) -> None:
         """Registers the handler of a kind; `roles` are the peers that may send it (none given: all)."""
-        self._handlers[legacy.type_of(kind) if isinstance(kind, str) else kind] = (handler, frozenset(roles))
+        self._handlers[kind] = (handler, frozenset(roles))
 
     def after(self, delay_s: float, callback: Callable[[], None]) -> None:
         """Calls `callback` once in the loop, `delay_s` seconds from now."""
@@ -103,9 +96,6 @@ class Actor:
     def run(self) -> None:
         """Serves until `stop`. Errors of `sao` in handlers are answered to the peer; any other exception ends the
         loop.
-
-        `commit()` is called once a turn of the loop: after all that had arrived was handled (at most 256 messages) and
-        before anything of what handlers and timers said is sent. What makes decisions durable belongs there.
         """
         poller = zmq.Poller()
         poller.register(self.mailbox.socket, zmq.POLLIN)
@@ -114,21 +104,17 @@ class Actor:
             poller.poll(max(0, int((self._timers[0][0] - time.monotonic()) * 1000) + 1))
             with suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
-            if self._commit is not None:
-                self.mailbox.hold()
             while self._calls and not self._stopped:
                 self._calls.popleft()()
-            for request in self.mailbox.receive(256):
+            for request in self.mailbox.receive(BATCH):
                 self._handle(request)
                 if self._stopped:
                     break
             now = time.monotonic()
             while self._timers and self._timers[0][0] <= now and not self._stopped:
                 heapq.heappop(self._timers)[2]()
-            self.mailbox.acknowledge()
-            if self._commit is not None:
-                self._commit()
-                self.mailbox.release()
+            self._commit()
+            self.mailbox.flush()
 
     def close(self, linger_s: float = 1.0) -> None:
         """Closes the socket after giving queued messages `linger_s` seconds to leave."""

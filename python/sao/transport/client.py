@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -28,10 +29,9 @@ from sao import errors
 from sao.errors import ClosedError, DeadlineError, Error, TransportError, WireError
 from sao.transport.encoding import Header, decode, encode
 from sao.transport.keys import ClientKeys
-from sao.transport.legacy import message_of
 from sao.transport.link import Link
 from sao.transport.messages import Ack, Buffer, Bye, CancelCall, Hello, Message, Ping, Pong, Refusal, Welcome
-from sao.transport.sockets import connect, make_dealer, receive, send
+from sao.transport.sockets import Limits, connect, make_dealer, receive, send
 from sao.transport.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -43,20 +43,29 @@ class State(Enum):
     NEW, GREETING, JOINED, ENDED = range(4)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Callbacks:
+    """What a client calls in its I/O thread. All must return at once: hand over, do not work."""
+
+    pushed: Callable[[Message], Any] = lambda message: None
+    """Everything that the broker sends on its own (tasks, weights, stop, ...), each exactly once."""
+    lost: Callable[[Error], Any] = lambda error: None
+    """Once, when the broker is silent for too long, has forgotten this peer or refuses its keys."""
+    greet: Callable[[Hello], Hello] = lambda hello: hello
+    """Completes a greeting with where this peer stands at the moment."""
+    rejoined: Callable[[Welcome], Any] = lambda welcome: None
+    """Before the first push of a new conversation: the broker was started again, or had given this peer up."""
+    transient: tuple[type[Message], ...] = ()
+    """Kinds of messages that mean nothing in a new conversation."""
+
+
 class Client:
-    """A DEALER with the identity `role:name:incarnation`.
+    """A DEALER with the identity `role:name:incarnation`. Make it after a fork, not before.
 
-    `on_push(message)` is called in the I/O thread for everything that the broker sends on its own (tasks, weights,
-    stop, ...), each exactly once; it must return at once (hand over, do not work). `on_lost(error)` is called once when
-    the broker is silent for `peer_timeout_s`, has forgotten this peer or refuses its `keys`. Make the client after a
-    fork, not before.
+    With `limits.outage_s` the broker may be away for so long: one that was started again, or has given this peer up, is
+    joined again and gets all that is unanswered, except for what is transient.
 
-    With `outage_s` the broker may be away for so long: a broker that was started again, or has given this peer up, is
-    joined again with the fields of `connect` and what `on_greet(hello)` adds, and gets all that is unanswered, except
-    messages of the kinds `transient`; `on_rejoin(welcome)` is called before the first push of the new conversation.
-    Both are called in the I/O thread.
-
-    >>> client = Client(endpoint, role="generator", name="g0", on_push=print)
+    >>> client = Client(endpoint, role="generator", name="g0", calls=Callbacks(pushed=print))
     >>> welcome = client.connect(deadline_s=10.0)
     >>> reply = client.call(Slots(free=8, received=0), deadline_s=5.0).result()
     """
@@ -68,21 +77,13 @@ class Client:
         role: str,
         name: str,
         incarnation: int = 0,
-        max_message_bytes: int = 1 << 28,
-        heartbeat_s: float = 1.0,
-        peer_timeout_s: float = 15.0,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
         keys: ClientKeys | None = None,
-        outage_s: float = 0.0,
-        transient: tuple[type[Message], ...] = (),
-        on_greet: Callable[[Hello], Hello] | None = None,
-        on_rejoin: Callable[[Welcome], None] | None = None,
-        on_push: Callable[[Message], None] | None = None,
-        on_lost: Callable[[Error], None] | None = None,
+        calls: Callbacks = Callbacks(),
     ) -> None:
         self.endpoint = endpoint
-        self._limit, self._heartbeat_s, self._transient = max_message_bytes, heartbeat_s, transient
-        self._comes_back, self._patience_s = outage_s > 0, max(outage_s, peer_timeout_s)
-        self._on_push, self._on_lost, self._on_greet, self._on_rejoin = on_push, on_lost, on_greet, on_rejoin
+        self._limits, self._calls = limits, calls
+        self._patience_s = max(limits.outage_s, limits.peer_timeout_s)
         self._pid = os.getpid()
         self._lock = threading.Condition()
         self._state, self._end = State.NEW, None  # type: State, Error | None
@@ -95,9 +96,8 @@ class Client:
         self._deadlines: list[tuple[float, int]] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._socket = make_dealer(
-                self._context, endpoint, f"{role}:{name}:{incarnation}".encode(), max_message_bytes, keys
-            )
+            identity = f"{role}:{name}:{incarnation}".encode()
+            self._socket = make_dealer(self._context, endpoint, identity, limits, keys)
             self._watch = Watch(self._socket, endpoint, keys)
             connect(self._socket, endpoint)
         except BaseException:
@@ -130,9 +130,7 @@ class Client:
             text = f"hello: no answer from {self.endpoint} within {deadline_s:g} s{self._why()}"
             raise DeadlineError(text) from None
 
-    def call(
-        self, message: Message | str, body: Any = None, frames: Sequence[Buffer] = (), deadline_s: float | None = None
-    ) -> Future[Message]:
+    def call(self, message: Message, deadline_s: float | None = None) -> Future[Message]:
         """Sends a message and returns the future of its answer.
 
         The future raises `DeadlineError` after `deadline_s` (the answer of a call that was given up reaches nobody,
@@ -143,8 +141,6 @@ class Client:
         if os.getpid() != self._pid:
             text = f"client was made in process {self._pid} and is used in {os.getpid()}: make a new one after fork"
             raise TransportError(text)
-        if isinstance(message, str):
-            message = message_of(message, body, frames)
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
         future: Future[Message] = Future()
         with self._lock:
@@ -156,7 +152,7 @@ class Client:
             self._raise_if_ended()
             seq = self._link.number()
             try:
-                wire = encode(message, self._limit, seq=seq, low=self._link.low)
+                wire = encode(message, self._limits.max_message_bytes, seq=seq, low=self._link.low)
             except WireError:
                 self._link.settle(seq)
                 raise
@@ -170,9 +166,9 @@ class Client:
         self._wake()
         return future
 
-    def send(self, message: Message | str, body: Any = None, frames: Sequence[Buffer] = ()) -> Future[Message]:
+    def send(self, message: Message) -> Future[Message]:
         """`call` without a deadline: delivered exactly once, or the future says why not. The answer may be ignored."""
-        return self.call(message, body, frames)
+        return self.call(message)
 
     def flush(self, deadline_s: float) -> None:
         """Waits until everything sent so far was answered. Raises `DeadlineError` that says how many messages were
@@ -258,7 +254,7 @@ class Client:
                     heard = now
                 elif now - heard > self._patience_s:
                     self._finish(TransportError(f"{self.endpoint}: broker silent for {now - heard:.1f} s{self._why()}"))
-                elif now - beaten >= self._heartbeat_s:
+                elif now - beaten >= self._limits.heartbeat_s:
                     beaten = now
                     if not self._outbox:
                         self._post(Ping())
@@ -274,7 +270,7 @@ class Client:
         with self._lock:
             times = [self._deadlines[0][0]] if self._deadlines else []
         if self._conversation:
-            times += [beaten + self._heartbeat_s, heard + self._patience_s]
+            times += [beaten + self._limits.heartbeat_s, heard + self._patience_s]
         return max(0, int((min(times) - time.monotonic()) * 1000) + 1) if times else None
 
     def _connection_changed(self) -> None:
@@ -286,11 +282,11 @@ class Client:
 
     def _greet(self) -> None:
         """Begins a connection, or a conversation: until this is answered nothing else is sent."""
-        hello = self._hello if self._on_greet is None else self._on_greet(self._hello)
+        hello = self._calls.greet(self._hello)
         with self._lock:
             self._state = State.GREETING
             self._outbox.clear()
-            self._outbox.append(encode(hello, self._limit))
+            self._outbox.append(encode(hello, self._limits.max_message_bytes))
 
     def _transmit(self) -> None:
         while self._outbox and self._watch.connected:
@@ -304,7 +300,7 @@ class Client:
         """Sends what needs no answer; what is lost with a connection is not missed."""
         with self._lock:
             if self._state is State.JOINED:
-                self._outbox.append(encode(message, self._limit, re=re, low=self._link.low))
+                self._outbox.append(encode(message, self._limits.max_message_bytes, re=re, low=self._link.low))
 
     def _receive(self) -> bool:
         got = False
@@ -315,7 +311,7 @@ class Client:
                 break
             got = True
             try:
-                received = decode([part.buffer for part in parts], self._limit)
+                received = decode([part.buffer for part in parts], self._limits.max_message_bytes)
                 message = received.message()
             except WireError as error:
                 log.warning("%s: bad message from the broker: %s", self.endpoint, error)
@@ -324,7 +320,7 @@ class Client:
         return got
 
     def _dispatch(self, header: Header, message: Message) -> None:
-        unknown = isinstance(message, Refusal) and message.unknown and self._comes_back
+        unknown = isinstance(message, Refusal) and message.unknown and self._limits.outage_s > 0
         if isinstance(message, Welcome):
             self._welcomed(message)
         elif isinstance(message, Refusal) and not header.re and not unknown:
@@ -348,7 +344,8 @@ class Client:
             self._state, self._conversation = State.JOINED, welcome.conversation
             if anew:
                 self._link.restart()
-                over = [seq for seq, (_, message, _) in self._waiters.items() if isinstance(message, self._transient)]
+                transient = self._calls.transient
+                over = [seq for seq, (_, message, _) in self._waiters.items() if isinstance(message, transient)]
                 waiters = [self._waiters.pop(seq)[0] for seq in over if self._link.settle(seq)]
             self._outbox.clear()
             self._outbox.extend(self._link.unanswered())
@@ -359,8 +356,7 @@ class Client:
             self._welcome.set_result(welcome)
         elif anew:
             log.info("%s: joined again", self.endpoint)
-            if self._on_rejoin is not None:
-                self._on_rejoin(welcome)
+            self._calls.rejoined(welcome)
 
     def _answered(self, seqs: Sequence[int], message: Message) -> None:
         """The answer to a message, or the acknowledgement of many."""
@@ -377,11 +373,8 @@ class Client:
     def _pushed(self, header: Header, message: Message) -> None:
         with self._lock:
             fresh = self._link.fresh(header.seq, header.low)
-        if fresh and self._on_push is not None:
-            try:
-                self._on_push(message)
-            except Exception:
-                log.exception("on_push failed on %r", message.kind)
+        if fresh:
+            self._call(self._calls.pushed, message)
         if header.seq:
             self._post(Ack(), re=header.seq)
 
@@ -420,11 +413,15 @@ class Client:
             _complete(future, error)
         if not self._welcome.done():
             self._welcome.set_exception(error)
-        if self._on_lost is not None and not isinstance(error, ClosedError):
-            try:
-                self._on_lost(error)
-            except Exception:
-                log.exception("on_lost failed")
+        if not isinstance(error, ClosedError):
+            self._call(self._calls.lost, error)
+
+    def _call(self, callback: Callable[[Any], Any], argument: Any) -> None:
+        """A callback that fails does not end the client."""
+        try:
+            callback(argument)
+        except Exception:
+            log.exception("a callback failed on %r", argument)
 
     def _leave(self) -> None:
         with suppress(zmq.ZMQError):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re as regex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,10 +20,12 @@ import msgspec
 from msgspec import Raw, Struct
 
 from sao.errors import WireError
-from sao.transport.messages import MAX_FRAMES, NAMES, Buffer, Message, Number
+from sao.transport.messages import MAX_FRAMES, NAMES, Buffer, Message, Number, RunConfig, Snapshot
 
 PROTOCOL_VERSION: Final = 1
 MAX_HEADER_BYTES: Final = 1 << 20
+MAX_DEPTH: Final = 16  # of maps and lists in fields that hold anything
+_PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
 
 
 class Header(Struct, frozen=True):
@@ -45,61 +48,67 @@ class Received:
 
     def message(self) -> Message:
         """The message itself. Raises `WireError` that names version, kind or field, the value, and what is expected."""
-        header = self.header
-        if header.v != PROTOCOL_VERSION:
-            raise WireError(f"protocol version {header.v} is not supported, expected {PROTOCOL_VERSION}")
-        known = _KINDS.get(header.kind)
-        if known is None:
-            raise WireError(f"unknown message kind {header.kind[:64]!r}")
-        kind, decoder = known
-        least, most = kind.n_frames
+        kind, (cls, decoder) = self.header.kind, _KINDS.get(self.header.kind, (None, None))
+        if self.header.v != PROTOCOL_VERSION:
+            raise WireError(f"protocol version {self.header.v} is not supported, expected {PROTOCOL_VERSION}")
+        if cls is None or decoder is None:
+            raise WireError(f"unknown message kind {kind[:64]!r}")
+        least, most = cls.n_frames
         if not least <= len(self.frames) <= most:
             wanted = f"{least}" if least == most else f"{least} to {most}"
-            raise WireError(f"{header.kind}.frames: expected {wanted}, got {len(self.frames)}")
+            raise WireError(f"{kind}.frames: expected {wanted}, got {len(self.frames)}")
         try:
-            message: Message = decoder.decode(header.body)
+            message: Message = decoder.decode(self.header.body)
+            if isinstance(message, Snapshot | RunConfig):
+                _check_tree(message.tree)
         except Exception as error:
-            raise _wire_error(header.kind, bytes(header.body), error) from None
+            raise _wire_error(kind, bytes(self.header.body), error) from None
         message.frames = self.frames
         return message
 
 
 def encode(message: Message, max_message_bytes: int, seq: int = 0, re: int = 0, low: int = 0) -> list[Buffer]:
     """The frames of a message. Raises `WireError` that names kind, size and limit; nothing is sent then."""
-    kind, frames = NAMES[type(message)], message.frames
+    kind, frames = message.kind, message.frames
     body = msgspec.structs.replace(message, frames=()) if frames else message
     try:
         packed = _ENCODER.encode({"v": PROTOCOL_VERSION, "kind": kind, "seq": seq, "re": re, "low": low, "body": body})
     except (TypeError, ValueError, OverflowError) as error:
         raise WireError(f"{kind}: the body cannot be encoded: {error}") from None
-    if len(packed) > MAX_HEADER_BYTES:
-        raise WireError(f"{kind}: header of {len(packed)} bytes exceeds the limit of {MAX_HEADER_BYTES} bytes")
-    for index, frame in enumerate(frames):
-        size = memoryview(frame).nbytes
-        if size > max_message_bytes:
-            raise WireError(
-                f"{kind}: frame {index} of {size} bytes exceeds transport.max_message_bytes = {max_message_bytes}"
-            )
+    _check_sizes((packed, *frames), max_message_bytes, f"{kind}: ")
     return [packed, *frames]
 
 
 def decode(frames: Sequence[Buffer], max_message_bytes: int, *, max_frames: int = MAX_FRAMES + 1) -> Received:
     """Reads frames from outside: sizes first, then the header. Raises `WireError`."""
-    if not frames:
-        raise WireError("message without a frame")
-    if len(frames) > max_frames:
-        raise WireError(f"message of {len(frames)} frames exceeds the limit of {max_frames}")
-    head = memoryview(frames[0])
-    if head.nbytes > MAX_HEADER_BYTES:
-        raise WireError(f"header of {head.nbytes} bytes exceeds the limit of {MAX_HEADER_BYTES} bytes")
-    for index, frame in enumerate(frames[1:]):
-        size = memoryview(frame).nbytes
-        if size > max_message_bytes:
-            raise WireError(f"frame {index} of {size} bytes exceeds transport.max_message_bytes = {max_message_bytes}")
+    if not 0 < len(frames) <= max_frames:
+        raise WireError(f"message of {len(frames)} frames, expected 1 to {max_frames}")
+    _check_sizes(frames, max_message_bytes)
     try:
-        return Received(_HEADERS.decode(head), tuple(frames[1:]))
+        return Received(_HEADERS.decode(frames[0]), tuple(frames[1:]))
     except Exception as error:
-        raise _wire_error("header", bytes(head), error) from None
+        raise _wire_error("header", bytes(frames[0]), error) from None
+
+
+def _check_sizes(frames: Sequence[Buffer], max_message_bytes: int, what: str = "") -> None:
+    sizes = [memoryview(frame).nbytes for frame in frames]
+    if sizes[0] > MAX_HEADER_BYTES:
+        raise WireError(f"{what}header of {sizes[0]} bytes exceeds the limit of {MAX_HEADER_BYTES} bytes")
+    for index, size in enumerate(sizes[1:]):
+        if size > max_message_bytes:
+            limit = f"transport.max_message_bytes = {max_message_bytes}"
+            raise WireError(f"{what}frame {index} of {size} bytes exceeds {limit}")
+
+
+def _check_tree(value: Any, depth: int = 1) -> None:
+    """Raises `ValueError` for what is nested too deeply or is no plain value."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+    for child in value.values() if isinstance(value, dict) else value:
+        if isinstance(child, dict | list):
+            _check_tree(child, depth + 1)
+        elif type(child) not in _PLAIN:
+            raise ValueError(f"{type(child).__name__} is not permitted")
 
 
 def _wire_error(where: str, data: bytes, error: Exception) -> WireError:
@@ -112,13 +121,11 @@ def _wire_error(where: str, data: bytes, error: Exception) -> WireError:
     if text.startswith("Object missing required field "):
         return WireError(f"{where}{path}.{text.rpartition(' ')[2]}: required, not given")
     if text.startswith("Expected ") and ", got " not in text:
-        try:
+        with suppress(Exception):  # what else is in there may be of any kind
             value = msgspec.msgpack.decode(data)
             for name, index in regex.findall(r"\.(\w+)|\[(\d+)\]", path):
                 value = value[name or int(index)]
             text += f", got {repr(value)[:64]}"
-        except Exception:
-            text += ", got something else"
     return WireError(f"{where}{path}: {text[:1].lower()}{text[1:]}")
 
 

@@ -19,7 +19,7 @@ from typing import Final
 import zmq
 from zmq.auth import load_certificate
 
-from sao.errors import ConfigError
+from sao.errors import ConfigError, Error
 
 BROKER, LEARNER, SUPERVISOR, GENERATOR, VISITOR = "broker", "learner", "supervisor", "generator", "visitor"
 ALWAYS: Final = (BROKER, LEARNER, SUPERVISOR)
@@ -126,7 +126,7 @@ def may_join(key: str, role: str, name: str) -> bool:
 
 def check_folder(folder: Path) -> None:
     """Raises `ConfigError` unless the folder exists and only this user may enter it."""
-    _check_private(folder, 0o700)
+    check_private(folder, 0o700)
     if not folder.is_dir():
         raise ConfigError(f"keys: {folder} is not a folder")
 
@@ -137,7 +137,7 @@ def read_public(path: Path) -> bytes:
 
 
 def _read_pair(path: Path) -> Pair:
-    _check_private(path, 0o600)
+    check_private(path, 0o600)
     public, secret = _certificate(path)
     if secret is None:
         raise ConfigError(f"keys: {path} holds no secret key")
@@ -156,15 +156,14 @@ def _certificate(path: Path) -> tuple[bytes, bytes | None]:
     return public, secret
 
 
-def _check_private(path: Path, mode: int) -> None:
+def check_private(path: Path, mode: int, error: type[Error] = ConfigError) -> None:
+    """Raises `error` unless the file or folder belongs to this user and permits nothing beyond `mode`."""
     try:
         status = path.stat()
-    except OSError as error:
-        raise ConfigError(f"keys: {path}: {error.strerror}") from None
+    except OSError as reason:
+        raise error(f"{path}: {reason.strerror}") from None
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigError(
-            f"keys: {path} must belong to this user with mode {mode:04o}, has {stat.S_IMODE(status.st_mode):04o}"
-        )
+        raise error(f"{path} must belong to this user with mode {mode:04o}, has {stat.S_IMODE(status.st_mode):04o}")
 
 
 def _write(path: Path, pair: Pair, *, secret: bool) -> None:

@@ -6,16 +6,13 @@ A message from outside is checked against all of that while it is decoded (see `
 from __future__ import annotations
 
 import re as regex
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
 from sao import _core
-from sao.errors import WeightsError
 
-MAX_DEPTH: Final = 16  # of maps and lists in fields that hold anything
 MAX_FRAMES: Final = 1 << 16
 
 Buffer = bytes | bytearray | memoryview
@@ -23,7 +20,7 @@ Frames = Annotated[tuple[Any, ...], Meta(max_length=0)]  # of Buffer; they trave
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 40)]  # tokens, slots, versions, steps: far beyond any that is real
 Metrics = dict[str, int | float | None]
-Tree = dict[str, Any]
+Tree = dict[str, Any]  # of plain values, at most `encoding.MAX_DEPTH` levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +32,6 @@ class WeightsRef:
     fingerprint: str
     source: str = ""
     """Endpoint that serves the file to hosts that do not see `path`; empty: none does."""
-
-    def to_message(self) -> dict[str, Any]:
-        """As a plain map."""
-        return asdict(self)
-
-    @classmethod
-    def from_message(cls, body: Any) -> WeightsRef:
-        """Reads what `to_message` made, or the reference itself. Raises `WeightsError`."""
-        try:
-            return body if isinstance(body, WeightsRef) else msgspec.convert(body, cls)
-        except msgspec.ValidationError as error:
-            raise WeightsError(f"weights reference: {error}") from None
 
 
 class Message(Struct, kw_only=True, omit_defaults=True):
@@ -60,21 +45,7 @@ class Message(Struct, kw_only=True, omit_defaults=True):
     @property
     def kind(self) -> str:
         """The name of its class on the wire."""
-        from sao.transport import legacy
-
-        return legacy.NAMES.get(type(self), NAMES[type(self)])
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the payload frames."""
-        return sum(memoryview(frame).nbytes for frame in self.frames)
-
-    @property
-    def body(self) -> Tree:
-        """The fields by name, for callers that do not know the classes yet."""
-        from sao.transport import legacy
-
-        return legacy.body_of(self)
+        return NAMES[type(self)]
 
 
 # -- both ways
@@ -219,15 +190,11 @@ class Loaded(Message):
 
 
 class Stats(Message):
-    """How busy a generator was since its last message of this kind."""
+    """How busy a generator was since its last message of this kind. `kv_use`: share of the KV cache."""
 
     busy_share: float = 0.0
     tokens_per_s: float = 0.0
-    running: Count = 0
-    waiting: Count = 0
-    sampled_tokens: Count = 0
     kv_use: float = 0.0
-    preempted: Count = 0
     episode_limit: Count = 0
 
 
@@ -383,10 +350,7 @@ class Done(Message):
     reason: str
     failed: bool = False
     step: Count = 0
-    tokens: Tree = {}
-
-    def __post_init__(self) -> None:
-        check_tree(self.tokens)
+    tokens: dict[str, int | dict[str, int]] = {}
 
 
 class GetSnapshot(Message):
@@ -396,10 +360,7 @@ class GetSnapshot(Message):
 class Snapshot(Message):
     """Sizes of all queues and maps, where tasks and tokens are, and what is waited for."""
 
-    state: Tree
-
-    def __post_init__(self) -> None:
-        check_tree(self.state)
+    tree: Tree
 
 
 class GetConfig(Message):
@@ -409,30 +370,9 @@ class GetConfig(Message):
 class RunConfig(Message):
     """The configuration of the run, as `config.json` has it."""
 
-    config: Tree
-
-    def __post_init__(self) -> None:
-        check_tree(self.config)
+    tree: Tree
 
 
-def check_tree(value: Any) -> None:
-    """Raises `ValueError` for what is nested deeper than `MAX_DEPTH`, and for what MessagePack has no plain type."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        below: list[Any] = []
-        for item in level:
-            for child in item.values() if type(item) is dict else item:
-                if type(child) in (dict, list, tuple):
-                    below.append(child)
-                elif type(child) not in _PLAIN and getattr(child, "ndim", None) != 0:
-                    raise ValueError(f"{type(child).__name__} is not permitted")
-        if not below:
-            return
-        level = below
-    raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
-
-
-_PLAIN: Final = frozenset({type(None), bool, int, float, str, bytes})
 NAMES: Final[dict[type[Message], str]] = {
     kind: regex.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower() for kind in Message.__subclasses__()
 }

@@ -1,4 +1,4 @@
-"""Endpoints and socket options, in one place.
+"""Endpoints, limits and socket options, in one place.
 
 `ipc` endpoints live in a private folder (mode 0700); `tcp` endpoints are loopback unless the configuration says
 otherwise.
@@ -11,13 +11,16 @@ import socket
 import stat
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import zmq
 
+from sao.config.sections import TransportSection
 from sao.errors import TransportError
-from sao.transport.keys import ClientKeys, ServerKeys
+from sao.transport.gate import DOMAIN
+from sao.transport.keys import ClientKeys, ServerKeys, check_private
 from sao.transport.messages import Buffer
 
 IPC_PATH_LIMIT: Final = 107  # bytes of sockaddr_un.sun_path without the terminating zero
@@ -30,6 +33,22 @@ HIGH_WATER: Final = 4096  # messages per peer and direction; what does not fit w
 def private_folder(prefix: str = "sao-", base: str | None = None) -> Path:
     """A new folder that only this user may enter (mode 0700), short enough for an ipc path by default."""
     return Path(tempfile.mkdtemp(prefix=prefix, dir=base or "/tmp"))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What both ends of a connection must agree on; as in the section `transport` of the configuration."""
+
+    max_message_bytes: int = 1 << 28
+    heartbeat_s: float = 1.0
+    peer_timeout_s: float = 15.0
+    outage_s: float = 0.0
+    """How long a client waits for a broker that is away; 0: as long as `peer_timeout_s`, and it does not join again."""
+
+    @classmethod
+    def of(cls, section: TransportSection) -> Limits:
+        """Those of a run."""
+        return cls(section.max_message_bytes, section.heartbeat_s, section.peer_timeout_s, section.outage_s)
 
 
 def check_endpoint(endpoint: str) -> Path | None:
@@ -74,20 +93,8 @@ def clear_stale(path: Path) -> None:
     raise TransportError(f"{path}: another process listens here")
 
 
-def check_private(folder: Path) -> None:
-    """Raises `TransportError` unless only this user may enter the folder."""
-    try:
-        status = folder.stat()
-    except OSError as error:
-        raise TransportError(f"{folder}: folder of the ipc endpoint: {error.strerror}") from None
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise TransportError(
-            f"{folder}: must belong to this user with mode 0700, has {stat.S_IMODE(status.st_mode):04o}"
-        )
-
-
 def bind_router(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, max_message_bytes: int, keys: ServerKeys | None = None
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, limits: Limits, keys: ServerKeys | None = None
 ) -> tuple[zmq.Socket[bytes], str]:
     """A listening ROUTER and its endpoint (the port is filled in when 0 was asked for). Raises `TransportError`.
 
@@ -95,16 +102,16 @@ def bind_router(
     """
     path = check_endpoint(endpoint)
     if path is not None:
-        check_private(path.parent)
+        check_private(path.parent, 0o700, TransportError)
         clear_stale(path)
     router = context.socket(zmq.ROUTER)
-    _options(router, max_message_bytes)
+    _options(router, limits)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to a peer that is gone is an error, not a silent loss
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reconnecting peer keeps its identity at once
     if keys is not None:
         router.curve_server = True
         router.curve_secretkey = keys.pair.secret
-        router.zap_domain = b"sao"
+        router.zap_domain = DOMAIN.encode()
     try:
         router.bind(_numeric(endpoint))
     except zmq.ZMQError as error:
@@ -128,13 +135,13 @@ def make_dealer(
     context: zmq.Context[zmq.Socket[bytes]],
     endpoint: str,
     identity: bytes,
-    max_message_bytes: int,
+    limits: Limits,
     keys: ClientKeys | None = None,
 ) -> zmq.Socket[bytes]:
     """A DEALER for `endpoint`, to be connected by `connect`. Raises `TransportError`."""
     check_endpoint(endpoint)
     dealer = context.socket(zmq.DEALER)
-    _options(dealer, max_message_bytes)
+    _options(dealer, limits)
     dealer.setsockopt(zmq.IDENTITY, identity)
     dealer.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a connection that is yet to be made
     dealer.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -179,8 +186,8 @@ def send(sock: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
         sock.send(frame, _NOW if index == last else _NOW | _MORE, small)
 
 
-def _options(sock: zmq.Socket[bytes], max_message_bytes: int) -> None:
+def _options(sock: zmq.Socket[bytes], limits: Limits) -> None:
     sock.setsockopt(zmq.SNDHWM, HIGH_WATER)
     sock.setsockopt(zmq.RCVHWM, HIGH_WATER)
-    sock.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+    sock.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes)
     sock.setsockopt(zmq.LINGER, 0)

@@ -13,21 +13,21 @@ import shutil
 import threading
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 from sao.errors import Error, TransportError, WeightsError
+from sao.transport import fingerprint
 from sao.transport.actor import Actor
 from sao.transport.client import Client
 from sao.transport.keys import GENERATOR, ClientKeys, ServerKeys
 from sao.transport.mailbox import Peer, Request
 from sao.transport.messages import CancelCall, Chunk, Message, Pull, WeightsRef, Welcome
-from sao.transport.weight_file import fingerprint_file
+from sao.transport.sockets import Limits
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +37,8 @@ LARGEST_BYTES: Final = 1 << 22
 WIDEST: Final = 8  # chunks asked for at once
 QUICK_S, SLOW_S = 0.25, 1.0  # a chunk that takes less: ask for more at once; more: for less
 TRIES: Final = 3  # of one chunk whose checksum is wrong
-KEPT: Final = 3  # versions that are served: the newest, and two before it that somebody may be pulling
-HEADER_BYTES: Final = 1 << 16  # room for what a message holds beside the chunk
+SERVED: Final = 3  # versions: the newest, and two before it that somebody may be pulling
+MESSAGE_BYTES: Final = LARGEST_BYTES + (1 << 16)
 
 
 @dataclass
@@ -51,30 +51,19 @@ class _Open:
 class WeightsServer:
     """Serves published versions at `endpoint` from a thread of its own, to generators only."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        *,
-        keys: ServerKeys | None,
-        heartbeat_s: float = 1.0,
-        peer_timeout_s: float = 15.0,
-    ) -> None:
+    def __init__(self, endpoint: str, limits: Limits, keys: ServerKeys | None = None) -> None:
         """Listens at once; a host name is looked up, `*` is every interface. Raises `TransportError`."""
         self._lock = threading.Lock()
         self._open: dict[int, _Open] = {}
         self.sent_bytes = 0
-        self._announced = endpoint
         self._actor = Actor(
             endpoint,
             on_join=self._join,
             on_leave=lambda peer, reason: None,
-            max_message_bytes=LARGEST_BYTES + HEADER_BYTES,
-            heartbeat_s=heartbeat_s,
-            peer_timeout_s=peer_timeout_s,
+            limits=replace(limits, max_message_bytes=MESSAGE_BYTES),
             keys=keys,
         )
-        if endpoint.endswith(":0"):
-            self._announced = self._actor.endpoint
+        self._announced = self._actor.endpoint if endpoint.endswith(":0") else endpoint
         self._actor.on(Pull, self._pull, GENERATOR)
         self._actor.on(CancelCall, lambda request: None, GENERATOR)
         self._thread = threading.Thread(target=self._actor.run, name="sao-weights", daemon=True)
@@ -98,7 +87,7 @@ class WeightsServer:
         with self._lock:
             if ref.version in self._open:
                 os.close(self._open.pop(ref.version).file)
-            while len(self._open) >= KEPT:  # what nobody has asked for the longest goes
+            while len(self._open) >= SERVED:  # what nobody has asked for the longest goes
                 oldest = min(self._open, key=lambda version: self._open[version].used)
                 os.close(self._open.pop(oldest).file)
             self._open[ref.version] = added
@@ -110,99 +99,74 @@ class WeightsServer:
         self._thread.join(5.0)
         self._actor.close(0)
         with self._lock:
-            for kept in self._open.values():
-                os.close(kept.file)
+            for served in self._open.values():
+                os.close(served.file)
             self._open.clear()
 
     def _join(self, peer: Peer) -> Welcome:
         if peer.role != GENERATOR:
             raise TransportError(f"weights are for generators, not for a {peer.role}")
-        with self._lock:
-            return Welcome(max(self._open, default=0))
+        return Welcome()
 
     def _pull(self, request: Request[Pull]) -> Chunk:
         version, offset, size = request.message.version, request.message.offset, request.message.size
         with self._lock:
-            kept = self._open.get(version)
-            if kept is None:
+            served = self._open.get(version)
+            if served is None:
                 raise WeightsError(f"version {version} is not served, only {sorted(self._open)}")
-            if not (0 <= offset < kept.n_bytes and 0 < size <= LARGEST_BYTES):
-                raise WeightsError(f"{size} bytes at {offset}: the file has {kept.n_bytes}, a chunk {LARGEST_BYTES}")
-            kept.used = time.monotonic()
+            if not (offset < served.n_bytes and 0 < size <= LARGEST_BYTES):
+                raise WeightsError(f"{size} bytes at {offset}: the file has {served.n_bytes}, a chunk {LARGEST_BYTES}")
+            served.used = time.monotonic()
             try:
-                chunk = os.pread(kept.file, size, offset)
+                chunk = os.pread(served.file, size, offset)
             except OSError as error:  # of this version alone: the others are served on
                 raise WeightsError(f"version {version} cannot be read: {error}") from None
         self.sent_bytes += len(chunk)
-        return Chunk(version, offset, kept.n_bytes, zlib.crc32(chunk), frames=(chunk,))
-
-
-@dataclass(frozen=True)
-class Pulled:
-    """What a pull brought: the reference to the local file, its size and the time that the transfer took."""
-
-    ref: WeightsRef
-    n_bytes: int
-    seconds: float
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Speed of the transfer, verification not counted."""
-        return self.n_bytes / max(self.seconds, 1e-9)
+        return Chunk(version, offset, served.n_bytes, zlib.crc32(chunk), frames=(chunk,))
 
 
 def source_of(ref: WeightsRef, broker: str) -> str:
     """The endpoint that serves `ref`; the host `*` stands for the broker's, as this side knows it."""
     host, _, port = ref.source.removeprefix("tcp://").rpartition(":")
-    if host in ("*", "0.0.0.0", "[::]"):
-        return f"{broker.rpartition(':')[0]}:{port}"
-    return ref.source
+    return f"{broker.rpartition(':')[0]}:{port}" if host in ("*", "0.0.0.0", "[::]") else ref.source
 
 
 class Puller:
-    """Brings weights from `endpoint` into `folder`, over a connection that is made at the first pull and kept."""
+    """Brings weights from `endpoint` into `folder`, over a connection that is made at the first pull and kept. It waits
+    for each chunk for `limits.peer_timeout_s`.
+    """
 
     def __init__(
         self,
         endpoint: str,
         folder: Path,
+        limits: Limits,
         *,
         name: str,
         incarnation: int = 0,
         keys: ClientKeys | None = None,
-        heartbeat_s: float = 1.0,
-        patience_s: float = 15.0,
     ) -> None:
-        self.endpoint, self._folder, self._patience_s = endpoint, folder, patience_s
+        self.endpoint, self._folder, self._patience_s = endpoint, folder, limits.peer_timeout_s
+        timeout_s = max(self._patience_s, 3 * limits.heartbeat_s)
+        self._limits = Limits(MESSAGE_BYTES, limits.heartbeat_s, timeout_s, outage_s=self._patience_s)
+        self._name, self._incarnation, self._keys = name, incarnation, keys
         self._pace = Pace()
         self._client: Client | None = None
-        self._connect = partial(
-            Client,
-            endpoint,
-            role=GENERATOR,
-            name=name,
-            incarnation=incarnation,
-            max_message_bytes=LARGEST_BYTES + HEADER_BYTES,
-            heartbeat_s=heartbeat_s,
-            peer_timeout_s=max(patience_s, 3 * heartbeat_s),
-            keys=keys,
-            outage_s=patience_s,
-        )
 
-    def pull(self, ref: WeightsRef) -> Pulled:
-        """Brings the file of `ref`, in place of older ones in the folder.
+    def pull(self, ref: WeightsRef) -> WeightsRef:
+        """Brings the file of `ref`, in place of older ones in the folder; returns a reference to it.
 
-        Raises `WeightsError` that names version, endpoint and place when no chunk arrives for `patience_s`, a chunk
-        stays wrong, there is no room, or the whole does not have the fingerprint; then the folder is as it was.
+        Raises `WeightsError` that names version, endpoint and place when no chunk arrives in time, a chunk stays wrong,
+        there is no room, or the whole does not have the fingerprint; then the folder is as it was.
         """
         what = f"weights of version {ref.version} from {self.endpoint}"
         final = self._folder / f"weights-{ref.version:010d}.safetensors"
         part = self._folder / f".{final.name}.part"
         try:
-            begin = time.monotonic()
+            began = time.monotonic()
             n_bytes = _Transfer(self._joined(), ref.version, part, self._patience_s, self._pace).run()
-            seconds = time.monotonic() - begin
-            found = fingerprint_file(part)
+            seconds = max(time.monotonic() - began, 1e-9)
+            found = fingerprint.of_file(part)
             if found != ref.fingerprint:
                 raise WeightsError(f"fingerprint {found}, expected {ref.fingerprint}")
             part.replace(final)
@@ -213,9 +177,8 @@ class Puller:
         for old in self._folder.glob("weights-*.safetensors"):
             if old != final:
                 old.unlink(missing_ok=True)
-        pulled = Pulled(replace(ref, path=str(final)), n_bytes, seconds)
-        log.info("%s: %d bytes in %.2f s, %.1f MB/s", what, n_bytes, seconds, pulled.bytes_per_s / 1e6)
-        return pulled
+        log.info("%s: %d bytes in %.2f s, %.1f MB/s", what, n_bytes, seconds, n_bytes / seconds / 1e6)
+        return replace(ref, path=str(final))
 
     def close(self) -> None:
         """Ends the connection; the next pull makes a new one."""
@@ -227,7 +190,14 @@ class Puller:
         if self._client is not None and self._client.lost is not None:
             self.close()
         if self._client is None:
-            self._client = self._connect()
+            self._client = Client(
+                self.endpoint,
+                role=GENERATOR,
+                name=self._name,
+                incarnation=self._incarnation,
+                limits=self._limits,
+                keys=self._keys,
+            )
             self._client.connect(deadline_s=self._patience_s)
         return self._client
 
@@ -257,7 +227,7 @@ class _Transfer:
         self._pace = pace
         self._asked: dict[Future[Message], tuple[int, int, float]] = {}
         self._again: deque[tuple[int, int]] = deque()
-        self._wrong: dict[int, int] = {}
+        self._wrong = Counter[int]()
         self._next = self._got = 0
         self._total: int | None = None
 
@@ -265,7 +235,7 @@ class _Transfer:
         """Returns the number of bytes written. Raises `WeightsError` and `OSError`."""
         try:
             with self._part.open("wb") as file:
-                self._fill()
+                self._ask()
                 while self._asked:
                     done, _ = wait(self._asked, timeout=self._patience_s, return_when=FIRST_COMPLETED)
                     if not done:
@@ -274,13 +244,13 @@ class _Transfer:
                         raise WeightsError(text)
                     for future in done:
                         self._take(file.fileno(), *self._asked.pop(future), future.result())
-                    self._fill()
+                    self._ask()
             return self._got
         finally:
             for future in self._asked:  # nobody waits for what is still on its way
                 future.cancel()
 
-    def _fill(self) -> None:
+    def _ask(self) -> None:
         while len(self._asked) < (1 if self._total is None else self._pace.width):
             if self._again:
                 offset, size = self._again.popleft()
@@ -293,19 +263,18 @@ class _Transfer:
                 return
             self._asked[self._client.call(Pull(self._version, offset, size))] = offset, size, time.monotonic()
 
-    def _take(self, file: int, offset: int, size: int, asked: float, message: Message) -> None:
-        if not isinstance(message, Chunk):
-            raise WeightsError(f"an answer of kind {message.kind!r} is no chunk")
-        total = message.total
+    def _take(self, file: int, offset: int, size: int, asked: float, chunk: Message) -> None:
+        if not isinstance(chunk, Chunk):
+            raise WeightsError(f"an answer of kind {chunk.kind!r} is no chunk")
         if self._total is None:
-            self._begin(file, total)
-            size = self._next = min(size, total)
-        data = memoryview(message.frames[0])
-        if (message.version, message.offset, total) != (self._version, offset, self._total) or data.nbytes != size:
-            got = f"{data.nbytes} bytes at {message.offset} of {total} of version {message.version}"
+            self._begin(file, chunk.total)
+            size = self._next = min(size, chunk.total)
+        data = memoryview(chunk.frames[0])
+        if (chunk.version, chunk.offset, chunk.total, data.nbytes) != (self._version, offset, self._total, size):
+            got = f"{data.nbytes} bytes at {chunk.offset} of {chunk.total} of version {chunk.version}"
             raise WeightsError(f"expected {size} bytes at {offset} of {self._total}, got {got}")
-        if zlib.crc32(data) != message.crc32:
-            self._wrong[offset] = self._wrong.get(offset, 0) + 1
+        if zlib.crc32(data) != chunk.crc32:
+            self._wrong[offset] += 1
             if self._wrong[offset] >= TRIES:
                 raise WeightsError(f"the chunk at byte {offset} has a wrong checksum, {TRIES} times")
             log.warning("the chunk at byte %d has a wrong checksum; it is asked for again", offset)

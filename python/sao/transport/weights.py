@@ -6,10 +6,9 @@ the fingerprint in the reference it was sent, so a torn, truncated or swapped fi
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,30 +17,21 @@ from safetensors.torch import save_file
 
 from sao.errors import WeightsError
 from sao.storage.failpoints import failpoint
-from sao.transport.reference import WeightsRef
+from sao.transport.fingerprint import Part, of_parts
+from sao.transport.messages import WeightsRef
 
 __all__ = ["WeightsRef", "fingerprint", "fit", "load", "publish"]
 _PREFIX, _SUFFIX = "weights-", ".safetensors"
-_THREADED_BYTES = 1 << 25  # below this, starting threads costs more than they save
 
 
 def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
-    """32 hex digits over names, dtypes, shapes and bytes of all tensors; independent of order, device and strides.
-
-    BLAKE2b of each tensor's bytes, then of the sorted list of (name, dtype, shape, digest).
-    """
-    names = sorted(tensors)
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    if size < _THREADED_BYTES:
-        digests = [_digest(tensors[name]) for name in names]
-    else:
-        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            digests = list(pool.map(lambda name: _digest(tensors[name]), names))
-    whole = hashlib.blake2b(digest_size=16)
-    for name, digest in zip(names, digests, strict=True):
-        tensor = tensors[name]
-        whole.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode() + digest)
-    return whole.hexdigest()
+    """32 hex digits over names, types, shapes and bytes of all tensors; see `sao.transport.fingerprint`."""
+    return of_parts(
+        {
+            name: Part(str(tensor.dtype), tensor.shape, tensor.nbytes, partial(_content, tensor))
+            for name, tensor in tensors.items()
+        }
+    )
 
 
 def publish(tensors: Mapping[str, torch.Tensor], folder: str | Path, version: int, keep: int = 3) -> WeightsRef:
@@ -124,6 +114,5 @@ def fit(
     return found
 
 
-def _digest(tensor: torch.Tensor) -> bytes:
-    data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(data.data, digest_size=16).digest()
+def _content(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from sao.errors import WeightsError
 from sao.transport import weights
-from sao.transport.reference import WeightsRef
+from sao.transport.messages import WeightsRef
 
 NAME, NUMBER = "policy", 1  # the one adapter that vLLM knows; a new version takes the place of the old one
 
