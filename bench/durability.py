@@ -51,8 +51,8 @@ def send(client: Client, kind: str, body: dict[str, Any], frames: tuple[bytes, .
     """Sends a message; a checkout of before messages were classes takes its parts."""
     names = {"loaded": "Loaded", "slots": "Slots", "trajectory": "FinishedRollout", "snapshot": "GetSnapshot"}
     if hasattr(messages, "GetSnapshot"):
-        return client.send(getattr(messages, names[kind])(**body, frames=frames))
-    return client.send(kind, body, frames)
+        return client.call(getattr(messages, names[kind])(**body, frames=frames))
+    return client.call(kind, body, frames)
 
 
 def connected(endpoint: str, take: Callable[[Any], None]) -> Client:

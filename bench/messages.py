@@ -64,11 +64,11 @@ def send_sao(endpoint: str, count: int, payload: bytes, folder: Path | None) -> 
         trips = np.empty(ROUND_TRIPS)
         for number in range(ROUND_TRIPS):
             begin = time.perf_counter()
-            client.send(FinishedRollout(frames=(b"%d" % number, payload))).result(60)
+            client.call(FinishedRollout(frames=(b"%d" % number, payload))).result(60)
             trips[number] = time.perf_counter() - begin
         begin, cpu = time.perf_counter(), time.process_time()
         for number in range(ROUND_TRIPS, ROUND_TRIPS + count):
-            client.send(FinishedRollout(frames=(b"%d" % number, payload)))
+            client.call(FinishedRollout(frames=(b"%d" % number, payload)))
         client.flush(LIMIT_S)
         return time.perf_counter() - begin, trips, time.process_time() - cpu
 

@@ -118,11 +118,11 @@ class Generator(Peer):
 
     def _work(self) -> None:
         try:
-            self.client.send(m.Slots(self.slots, 0))
+            self.client.call(m.Slots(self.slots, 0))
             while not isinstance(message := self.pushes.get(), m.Stop):
                 if isinstance(message, m.NewWeights):
                     self.version = message.weights.version
-                    self.client.send(m.Loaded(self.version, message.weights.fingerprint))
+                    self.client.call(m.Loaded(self.version, message.weights.fingerprint))
                 elif isinstance(message, m.Tasks):
                     self.received += len(message.tasks)
                     if self.hold:
@@ -130,7 +130,7 @@ class Generator(Peer):
                         continue
                     for task in message.tasks:
                         self._answer(task)
-                    self.client.send(m.Slots(self.slots, self.received))
+                    self.client.call(m.Slots(self.slots, self.received))
         except Error:
             pass
         self.stopped.set()
@@ -139,12 +139,12 @@ class Generator(Peer):
         time.sleep(self.delay_s)
         reason = self.fails(task)
         if task.split == "eval":
-            self.client.send(m.EvalResult(task.ordinal, self.version, 1.0, task.attempt))
+            self.client.call(m.EvalResult(task.ordinal, self.version, 1.0, task.attempt))
         elif reason is not None:
-            self.client.send(m.FailedRollout(task.ordinal, task.attempt, reason, 2, "scripted"))
+            self.client.call(m.FailedRollout(task.ordinal, task.attempt, reason, 2, "scripted"))
         else:
             done = trajectory(task.ordinal, task.attempt, version=self.version, **self.facts)
-            self.client.send(m.FinishedRollout(frames=encode_frames(done)))
+            self.client.call(m.FinishedRollout(frames=encode_frames(done)))
         self.answered += 1
 
 

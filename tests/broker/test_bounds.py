@@ -171,7 +171,7 @@ def test_maps_shrink_back_to_what_is_in_flight() -> None:
         world.take()
         world.answer_all(name)
         world.commit()
-        world.broker.generator_left(name, "said goodbye", float(i))
+        world.broker.generator_left(name, "left in order", float(i))
         world.tasks.pop(name, None)
         if i in (99, 399):
             snap = world.broker.report.snapshot()

@@ -40,7 +40,7 @@ def test_every_wait_is_named_with_its_limit(tmp_path: Path) -> None:
         generator.hold = False
         for task in [generator.held.popleft() for _ in range(2)]:
             generator._answer(task)
-        generator.client.send(m.Slots(8, generator.received))
+        generator.client.call(m.Slots(8, generator.received))
         asked.join(20)
         assert not asked.is_alive()
         until(lambda: there(f"broker: the learner's commit of lease 1 with {batch} trajectories"))

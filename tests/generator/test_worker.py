@@ -244,7 +244,7 @@ def test_tasks_become_trajectories_and_slots_are_stated_absolutely(tiny_model: P
     assert {t.task_ordinal for t in broker.trajectories} == {10, 11, 12}
     assert all(t.reward == 1.0 and t.n_actions == 6 and t.attempt == 1 for t in broker.trajectories)
     assert broker.all(Stats)[-1].episode_limit == 4
-    assert broker.wait(lambda: broker.left) == ["said goodbye"]
+    assert broker.wait(lambda: broker.left) == ["left in order"]
     assert engine.closed and Count.open == 0
     assert engine.calls[0] == ("start", None)
 

@@ -55,8 +55,8 @@ def test_a_broker_that_was_started_again_gets_what_is_unanswered_and_pushes_are_
         until(lambda: len(pushes) == 3)
         waiting = client.call(Take(4))  # never answered by this one
         first.stop()
-        stale = client.send(Stats())
-        sent = [client.send(Slots(number)) for number in range(20)]
+        stale = client.call(Stats())
+        sent = [client.call(Slots(number)) for number in range(20)]
         second = Server(endpoint, **TIMES)
         second.version = 8
         second.start()
@@ -119,7 +119,7 @@ def test_a_broker_that_stands_still_is_waited_for_and_gives_nobody_up(endpoint: 
         try:
             client.connect(30)
             os.kill(broker.pid, signal.SIGSTOP)
-            sent = [client.send(Slots(number)) for number in range(10)]
+            sent = [client.call(Slots(number)) for number in range(10)]
             time.sleep(5.0)  # twice what a peer may be silent
             assert client.lost is None and client.pending == 10
             os.kill(broker.pid, signal.SIGCONT)

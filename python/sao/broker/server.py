@@ -182,7 +182,7 @@ class Server:
             "waits": self._waits(peers, now),
             **self.broker.report.snapshot(),
             "peers": len(peers),
-            "silent_s": {f"{peer.role} {peer.name}": round(now - peer.heard, 1) for peer in peers},
+            "silent_s": {f"{peer.role} {peer.name}": round(now - peer.last_received, 1) for peer in peers},
             "pushes_not_acknowledged": sum(peer.link.waiting for peer in peers),
             "answers_kept": sum(peer.link.remembered for peer in peers),
             "requests_waiting": len(self._takes),
@@ -198,7 +198,7 @@ class Server:
             who = f"{peer.role} {peer.name}"
             if peer.link.waiting:
                 found.append(f"broker: {peer.link.waiting} messages to be acknowledged by {who}")
-            if (silent_s := now - peer.heard) > 2 * transport.heartbeat_s:
+            if (silent_s := now - peer.last_received) > 2 * transport.heartbeat_s:
                 limit = f"transport.peer_timeout_s = {transport.peer_timeout_s:g}"
                 found.append(f"broker: a sign of life of {who}, for {silent_s:.0f} s of {limit}")
         return found

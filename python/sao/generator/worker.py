@@ -322,7 +322,7 @@ class Generator:
         """Sends without waiting; that the broker is lost comes by `on_lost`. While it is away no statistics pile up."""
         try:
             if self._client is not None and (not isinstance(message, Stats) or self._client.pending < _BACKLOG):
-                self._client.send(message)
+                self._client.call(message)
         except Error as error:
             self._fail(error)
 
@@ -333,7 +333,7 @@ class Generator:
         """
         assert self._client is not None
         try:
-            return await asyncio.wrap_future(self._client.send(message))
+            return await asyncio.wrap_future(self._client.call(message))
         except ClosedError:
             return None
         except WireError:

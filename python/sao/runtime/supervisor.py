@@ -356,7 +356,7 @@ class Supervisor:
         if self._client is None or self._client.lost is not None or "broker" not in self._running:
             return False
         try:
-            self._client.send(messages.Stop(reason=reason))
+            self._client.call(messages.Stop(reason=reason))
         except Error:
             return False
         return True

@@ -131,12 +131,12 @@ class Client:
             raise DeadlineError(text) from None
 
     def call(self, message: Message, deadline_s: float | None = None) -> Future[Message]:
-        """Sends a message and returns the future of its answer.
+        """Sends a message, exactly once, and returns the future of its answer.
 
-        The future raises `DeadlineError` after `deadline_s` (the answer of a call that was given up reaches nobody,
-        and the broker is told), `TransportError` when the broker is lost, `ClosedError` at `close()`, and the error
-        that the broker names. `call` itself raises `WireError` for an oversized message, and waits while the window
-        of 4096 unanswered messages is full. The message's frames must not be changed before the answer.
+        The future raises `DeadlineError` after `deadline_s` (the broker gets a `CancelCall`, no one its answer),
+        `TransportError` when the broker is lost, `ClosedError` at `close()`, and the error that the broker names.
+        `call` itself raises `WireError` for an oversized message, and waits while the window of 4096 unanswered
+        messages is full. The message's frames must not be changed before the answer.
         """
         if os.getpid() != self._pid:
             text = f"client was made in process {self._pid} and is used in {os.getpid()}: make a new one after fork"
@@ -166,10 +166,6 @@ class Client:
         self._wake()
         return future
 
-    def send(self, message: Message) -> Future[Message]:
-        """`call` without a deadline: delivered exactly once, or the future says why not. The answer may be ignored."""
-        return self.call(message)
-
     def flush(self, deadline_s: float) -> None:
         """Waits until everything sent so far was answered. Raises `DeadlineError` that says how many messages were
         not.
@@ -197,7 +193,7 @@ class Client:
         return None if isinstance(self._end, ClosedError) else self._end
 
     def close(self) -> None:
-        """Says goodbye and ends the I/O thread; every waiter gets `ClosedError`. Call `flush` first to wait for
+        """Takes leave and ends the I/O thread; every waiter gets `ClosedError`. Call `flush` first to wait for
         answers.
         """
         if os.getpid() != self._pid:
@@ -236,11 +232,11 @@ class Client:
         poller.register(self._wake_read, zmq.POLLIN)
         poller.register(self._watch.socket, zmq.POLLIN)
         try:
-            heard = beaten = time.monotonic()
+            received_at = beaten = time.monotonic()
             while self._end is None:
                 sends = self._outbox and self._watch.connected
                 poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if sends else 0))
-                events = dict(poller.poll(self._timeout_ms(heard, beaten)))
+                events = dict(poller.poll(self._timeout_ms(received_at, beaten)))
                 if self._wake_read in events:
                     with suppress(BlockingIOError):
                         os.read(self._wake_read, 4096)
@@ -248,12 +244,14 @@ class Client:
                 if self._watch.socket in events:
                     self._connection_changed()
                 if self._receive():
-                    heard = time.monotonic()
+                    received_at = time.monotonic()
                 now = time.monotonic()
                 if not self._conversation:
-                    heard = now
-                elif now - heard > self._patience_s:
-                    self._finish(TransportError(f"{self.endpoint}: broker silent for {now - heard:.1f} s{self._why()}"))
+                    received_at = now
+                elif now - received_at > self._patience_s:
+                    self._finish(
+                        TransportError(f"{self.endpoint}: broker silent for {now - received_at:.1f} s{self._why()}")
+                    )
                 elif now - beaten >= self._limits.heartbeat_s:
                     beaten = now
                     if not self._outbox:
@@ -266,11 +264,11 @@ class Client:
         finally:
             self._leave()
 
-    def _timeout_ms(self, heard: float, beaten: float) -> int | None:
+    def _timeout_ms(self, received_at: float, beaten: float) -> int | None:
         with self._lock:
             times = [self._deadlines[0][0]] if self._deadlines else []
         if self._conversation:
-            times += [beaten + self._limits.heartbeat_s, heard + self._patience_s]
+            times += [beaten + self._limits.heartbeat_s, received_at + self._patience_s]
         return max(0, int((min(times) - time.monotonic()) * 1000) + 1) if times else None
 
     def _connection_changed(self) -> None:

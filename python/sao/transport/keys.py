@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import zmq
-from zmq.auth import load_certificate
+from zmq.auth import create_certificates, load_certificate
 
 from sao.errors import ConfigError, Error
 
@@ -73,15 +73,13 @@ def write(folder: Path, names: Iterable[str] = ()) -> list[Path]:
         raise ConfigError(f"keys: {wrong[0]!r} is no name for a generator: letters, digits, . _ - and none of {ALWAYS}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_folder(folder)
-    written = []
+    written: list[Path] = []
     for name in dict.fromkeys((*ALWAYS, *names)):
-        public, secret = folder / f"{name}{PUBLIC}", folder / f"{name}{SECRET}"
-        if public.exists() or secret.exists():
-            continue
-        pair = Pair(name, *zmq.curve_keypair())
-        _write(secret, pair, secret=True)
-        _write(public, pair, secret=False)
-        written += [public, secret]
+        if not any((folder / f"{name}{end}").exists() for end in (PUBLIC, SECRET)):
+            files = [Path(file) for file in create_certificates(folder, name)]
+            for file in files:
+                file.chmod(0o600)  # nobody else could enter the folder meanwhile
+            written += files
     return written
 
 
@@ -156,7 +154,11 @@ def _certificate(path: Path) -> tuple[bytes, bytes | None]:
     return public, secret
 
 
-def check_private(path: Path, mode: int, error: type[Error] = ConfigError) -> None:
+def _error(text: str) -> Error:
+    return ConfigError(f"keys: {text}")
+
+
+def check_private(path: Path, mode: int, error: Callable[[str], Error] = _error) -> None:
     """Raises `error` unless the file or folder belongs to this user and permits nothing beyond `mode`."""
     try:
         status = path.stat()
@@ -164,11 +166,3 @@ def check_private(path: Path, mode: int, error: type[Error] = ConfigError) -> No
         raise error(f"{path}: {reason.strerror}") from None
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise error(f"{path} must belong to this user with mode {mode:04o}, has {stat.S_IMODE(status.st_mode):04o}")
-
-
-def _write(path: Path, pair: Pair, *, secret: bool) -> None:
-    lines = ["metadata", "curve", f'    public-key = "{pair.public.decode()}"']
-    if secret:
-        lines.append(f'    secret-key = "{pair.secret.decode()}"')
-    with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600), encoding="ascii") as file:
-        file.write("\n".join(lines) + "\n")

@@ -25,7 +25,7 @@ from sao.transport.sockets import Limits, bind_router, check_endpoint, receive, 
 log = logging.getLogger(__name__)
 MAX_FRAMES: Final = 1 + 2 + _core.MAX_SIDECARS  # a message, and a trajectory with all the sidecars it may have
 MAX_TEXT: Final = 4096  # characters of a refusal
-GOODBYE: Final = "said goodbye"
+GOODBYE: Final = "left in order"
 UNKNOWN: Final = "this peer has not joined, or was silent for longer than transport.peer_timeout_s: join again"
 M = TypeVar("M", bound=Message, covariant=True)
 _PLAIN_ACK: Final = Ack()
@@ -40,7 +40,7 @@ class Peer:
     hello: Hello
     key: str | None
     """Name of the key that it joined with; None where no keys are used."""
-    heard: float
+    last_received: float
     link: Link = field(default_factory=Link)
     conversation: int = field(default_factory=lambda: secrets.randbits(62))
     outbox: deque[list[Buffer]] = field(default_factory=deque)
@@ -83,7 +83,7 @@ class Request(Generic[M]):
 
 class Mailbox:
     """`on_join(peer)` returns what a new peer is welcomed with, or raises to refuse it; `on_leave(peer, reason)` is
-    called once when a joined peer says goodbye, is fenced by a newer incarnation, is unreachable, or is silent for
+    called once when a joined peer leaves, is fenced by a newer incarnation, is unreachable, or is silent for
     `peer_timeout_s`. Nothing leaves before `flush`.
     """
 
@@ -181,17 +181,17 @@ class Mailbox:
         """Once a heartbeat: sends what had no room, drops who is gone."""
         now, limits = time.monotonic(), self._limits
         missed_s, self._beaten = now - self._beaten - limits.heartbeat_s, now
-        if missed_s > limits.heartbeat_s:  # it is this process that has stood still: nobody could be heard meanwhile
+        if missed_s > limits.heartbeat_s:  # it is this process that has stood still: nothing could arrive meanwhile
             for peer in self.peers.values():
-                peer.heard = min(now, peer.heard + missed_s)
+                peer.last_received = min(now, peer.last_received + missed_s)
                 if peer.unreachable_since is not None:
                     peer.unreachable_since = min(now, peer.unreachable_since + missed_s)
         for peer in list(self.peers.values()):
             self._to_send[peer] = None
-            if now - peer.heard > 1.5 * limits.heartbeat_s and not peer.outbox:
+            if now - peer.last_received > 1.5 * limits.heartbeat_s and not peer.outbox:
                 self._post(peer, encode(Pong(), limits.max_message_bytes))  # one that is gone shows itself
-            if now - peer.heard > limits.peer_timeout_s:
-                self.drop(peer, f"silent for {now - peer.heard:.1f} s")
+            if now - peer.last_received > limits.peer_timeout_s:
+                self.drop(peer, f"silent for {now - peer.last_received:.1f} s")
             elif peer.overrun or len(peer.outbox) > 2 * WINDOW:
                 self.drop(peer, "does not acknowledge what it is sent")
             elif peer.unreachable_since is not None and now - peer.unreachable_since > 2 * limits.heartbeat_s:
@@ -231,7 +231,7 @@ class Mailbox:
             if not isinstance(message, Bye) and not header.re:
                 self._refuse(identity, header, UNKNOWN, gone=True, unknown=True)
             return None
-        peer.heard, peer.unreachable_since = time.monotonic(), None
+        peer.last_received, peer.unreachable_since = time.monotonic(), None
         if peer.outbox:
             self._to_send[peer] = None  # there may be room again
         if header.re:
@@ -264,7 +264,7 @@ class Mailbox:
             return
         known = self.peers.get(identity)
         if known is not None and known.hello.session == hello.session:
-            known.key, known.heard, known.unreachable_since = key, time.monotonic(), None
+            known.key, known.last_received, known.unreachable_since = key, time.monotonic(), None
             known.outbox.clear()
             self._welcome(known, Welcome())
             for wire in known.link.unanswered():
@@ -312,7 +312,7 @@ class Mailbox:
         """Sends the first message of its outbox; whether there was room."""
         try:
             send(self.socket, [peer.identity, *peer.outbox[0]])
-        except zmq.Again:  # tried again when it is heard, and at each beat
+        except zmq.Again:  # tried again when something comes from it, and at each beat
             return False
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:

@@ -31,7 +31,7 @@ class Watch:
         self._found = self._faulty = False
         self.connected = False
         self.trouble = ""
-        """Why nothing can be heard, in words; empty while the connection stands."""
+        """Why nothing arrives, in words; empty while the connection stands."""
         self.fatal: TransportError | None = None
         """Set when trying again cannot help: this side is refused for its keys."""
         self.socket: zmq.Socket[bytes] = watched.get_monitor_socket(_EVENTS)
