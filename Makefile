@@ -75,7 +75,7 @@ python-lint: $(VENV)/.core
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python scripts/size.py --python 20400
+	$(BIN)/python scripts/size.py --python 20050
 
 pytest: $(VENV)/.vllm
 	@sh scripts/system_packages.sh
