@@ -155,7 +155,8 @@ def test_when_the_supervisor_is_killed_everything_ends_within_10_s(start):
     while run.leftovers() and time.monotonic() < deadline:
         time.sleep(0.2)
     assert run.leftovers() == []
-    assert set(private) <= set(folders.stale())
+    found = set(folders.stale())
+    assert not [path for path in private if path not in found and path.exists()]  # another start may have removed them
     folders.remove_stale()
     assert not [path for path in private if path.exists()]
 
