@@ -210,6 +210,47 @@ def test_a_learner_that_leaves_for_good_ends_the_run(tmp_path: Path, monkeypatch
     folder.rmdir()
 
 
+def test_it_ends_when_the_supervisor_has_heard_of_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short run is over before a supervisor has joined; the broker that is started again after the end waits for it,
+    too, and for the learner.
+    """
+    monkeypatch.setattr("sao.broker.server.TICK_S", 0.05)
+    folder = private_folder()
+    cfg, endpoint = config(run={"steps": 2}), f"ipc://{folder}/broker"
+
+    def serve() -> threading.Thread:
+        thread = threading.Thread(target=Server(cfg, tmp_path, endpoint).run, daemon=True)
+        thread.start()
+        return thread
+
+    def told_late(thread: threading.Thread) -> Watcher:
+        time.sleep(0.5)
+        assert thread.is_alive()
+        watcher = Watcher(endpoint, cfg).join()
+        assert watcher.wait(m.Done).reason == "all steps done"
+        return watcher
+
+    first = serve()
+    generator, learner = Generator(endpoint, cfg).start(), Learner(endpoint, cfg).join()
+    learner.train(2)
+    assert generator.stopped.wait(5)
+    generator.close()
+    learner.client.close()
+    told_late(first).client.close()
+    first.join(5)
+    assert not first.is_alive()
+
+    second = serve()
+    watcher = told_late(second)
+    learner = Learner(endpoint, cfg).join()
+    assert isinstance(learner.pushes.get(timeout=5), m.Stop)
+    learner.client.close()
+    second.join(5)
+    assert not second.is_alive()
+    watcher.client.close()
+    folder.rmdir()
+
+
 def test_false_books_end_the_run(tmp_path: Path) -> None:
     with broker(tmp_path) as process:
         cfg, endpoint = process.config, process.endpoint

@@ -54,6 +54,7 @@ class Server:
         self._takes: dict[Hashable, Request[m.Take]] = {}
         self._endings = 0
         self._closing_since: float | None = None
+        self._supervised = True  # until the supervisor has left in order
         transport = config.transport
         keys = server_keys(transport.keys, endpoint)
         self.actor = Actor(
@@ -274,6 +275,8 @@ class Server:
             self.broker.learner_left(reason, now, now + outage_s if outage_s else None)
             if reason == GOODBYE:
                 self.actor.after(LEARNER_GRACE_S, self._check_learner)
+        elif peer.role == "supervisor":
+            self._supervised = reason != GOODBYE
 
     def _check_learner(self) -> None:
         run = self.broker.run
@@ -294,10 +297,20 @@ class Server:
         self._closing_since = self._closing_since or now
         peers = self._mailbox.peers.values()
         overdue = now - self._closing_since > self._config.transport.shutdown_s
-        sent = overdue or all(not peer.link.waiting for peer in peers)
+        told = not self._awaited() and all(not peer.link.waiting for peer in peers)
         alone = not any(peer.role in WORKERS for peer in peers)
-        if (sent and alone) or (overdue and self._endings):
+        if ((told or overdue) and alone) or (overdue and self._endings):
             self.actor.stop()
+
+    def _awaited(self) -> bool:
+        """Whether one who must hear of the end is not here: a supervisor that has not joined yet, or has lost its
+        connection; a worker of an earlier broker. After a signal, as when the supervisor is killed, nobody is awaited.
+        """
+        scheduler, leases = self.broker.scheduler, self.broker.leases
+        if self._endings:
+            return False
+        no_supervisor = self._supervised and not self._of("supervisor")
+        return no_supervisor or leases.back_by is not None or not scheduler.missing <= scheduler.generators.keys()
 
     def _end(self, reason: str) -> None:
         self.broker.finish(reason, ok=False)
