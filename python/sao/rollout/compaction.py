@@ -15,6 +15,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import resources
+from itertools import takewhile
 from pathlib import Path
 
 from sao.config import Config
@@ -101,7 +102,6 @@ class Compaction:
     shared: Compactor
     window: Window
     recorder: Recorder
-    first: tuple[Message, ...] = field(init=False)
     summary_tokens: list[int] = field(default_factory=list)
     stop_reasons: list[str] = field(default_factory=list)
     carried: list[int] = field(default_factory=list)
@@ -111,8 +111,7 @@ class Compaction:
     interaction_tokens: int = 0
 
     def __post_init__(self) -> None:
-        self.first = self.window.opening
-        self.interaction_tokens = self.window.ids.size
+        self._first, self.interaction_tokens = self.window.opening, self.window.ids.size
 
     async def observe(self, messages: Sequence[Message]) -> str | None:
         """Takes an observation and compacts if that is due. Returns why the rollout has to end here, or None.
@@ -120,9 +119,9 @@ class Compaction:
         "compactions": one more than `max_compactions` is due; "summary_request": no room to ask for a summary;
         "empty_summary": nothing visible was written; "no_room": the summary leaves less than the threshold.
         """
-        before = self.window.steps[-1].stop if self.window.steps else self.window.opening_tokens
-        self.window.observe(self._clip(messages), beyond=True)
-        self.interaction_tokens += self.window.ids.size - before
+        self.window.observe(self._clip(messages))
+        step = self.window.steps[-1]
+        self.interaction_tokens += step.stop - step.start
         if self.window.room_tokens >= self.shared.threshold_tokens:
             return None
         if len(self.summary_tokens) == self.shared.config.max_compactions:
@@ -198,9 +197,8 @@ class Compaction:
         """System prompt and resume message; with `keep_task_prompt` the task's other messages between them."""
         resume = Message("user", self.shared.resume.text.replace(PLACE, summary))
         if self.shared.config.keep_task_prompt:
-            return joined(self.first, resume)
-        n_system = next((i for i, message in enumerate(self.first) if message.role != "system"), len(self.first))
-        return (*self.first[:n_system], resume)
+            return joined(self._first, resume)
+        return (*takewhile(lambda message: message.role == "system", self._first), resume)
 
 
 def visible(text: str, reasons_first: bool = False) -> str:
@@ -208,9 +206,5 @@ def visible(text: str, reasons_first: bool = False) -> str:
 
     `reasons_first`: the turn began inside `<think>`. Reasoning that never ends leaves nothing.
     """
-    opened = reasons_first or "<think>" in text
-    if "</think>" in text:
-        text = text.rpartition("</think>")[2]
-    elif opened:
-        return ""
-    return text.strip()
+    _, ended, rest = text.rpartition("</think>")
+    return "" if not ended and (reasons_first or "<think>" in text) else rest.strip()

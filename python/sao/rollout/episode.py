@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from sao.envs.protocol import Environment, Message, check_messages, check_step
+from sao.envs.protocol import Environment, check_messages, check_step
 from sao.errors import EnvironmentFailure
 from sao.rollout.compaction import Compaction, Compactor
 from sao.rollout.recorder import Recorder
@@ -83,12 +83,10 @@ class _Episode:
         recorder, task, window = self.recorder, self.recorder.assignment, self.window
         first = check_messages(await self.call("reset", partial(self.env.reset, task.seed, task.split)), "reset")
         recorder.replay.opened(first)
-        if not window.open(first):
-            raise EnvironmentFailure(
-                "prompt_too_long",
-                f"{recorder.renderer.initial(first).size} tokens, "
-                f"sampling.context_tokens = {self.config.sampling.context_tokens}",
-            )
+        window.rebuild(first)
+        if window.room_tokens <= 0:
+            limit = self.config.sampling.context_tokens
+            raise EnvironmentFailure("prompt_too_long", f"{window.ids.size} tokens, sampling.context_tokens = {limit}")
         if self.config.compaction.enabled:
             shared = self.compactor or Compactor(self.config, recorder.renderer)
             self.compaction = Compaction(shared, window, recorder)
@@ -106,7 +104,12 @@ class _Episode:
                 self.turn_rewards.append((recorder.n_segments - 1, window.ids.size - 1, result.reward))
             if recorder.turns >= self.config.env.max_turns:
                 return self.truncated("max_turns")
-            if (reason := await self.observe(result.messages)) is not None:
+            if self.compaction is not None:
+                reason = await self.compaction.observe(result.messages)
+            else:
+                window.observe(result.messages)
+                reason = "context" if window.room_tokens <= 0 else None
+            if reason is not None:
                 return self.truncated(reason)
             recorder.replay.over()
 
@@ -115,15 +118,8 @@ class _Episode:
         async with self.calls or contextlib.nullcontext():
             return await self.recorder.timed(what, bounded(call, self.config.env.step_timeout_s, what))
 
-    async def observe(self, messages: tuple[Message, ...]) -> str | None:
-        """Takes what the environment answered; why the rollout has to end here, or None."""
-        if self.compaction is not None:
-            return await self.compaction.observe(messages)
-        return None if self.window.observe(messages) else "context"
-
     def truncated(self, reason: str) -> Trajectory:
-        reward = self.recorder.no_reward(self.env.reward_range)
-        return self.end(Termination("truncated", reason), reward)
+        return self.end(Termination("truncated", reason), self.recorder.no_reward(self.env.reward_range))
 
     def end(self, termination: Termination, reward: float) -> Trajectory:
         metadata = self.compaction.metadata() if self.compaction is not None else {}
