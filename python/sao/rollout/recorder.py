@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -17,7 +17,7 @@ import numpy as np
 from sao.config import Config
 from sao.engines.base import Completion, Engine, Request
 from sao.engines.seeds import derive_seed
-from sao.errors import EngineError, EnvironmentFailure
+from sao.errors import EngineError, EnvironmentFailure, ValidationError
 from sao.rollout.chat import Renderer
 from sao.rollout.turns import Send, Turn, Turns
 from sao.trajectory import Metadata, Segment, SegmentBuilder, SegmentKind, Termination, Trajectory
@@ -112,12 +112,10 @@ class Recorder:
             stop_token_ids=self.renderer.stop_token_ids,
             seed=None if self._sampling_seed is None else derive_seed(self._sampling_seed, self.session, name),
         )
-        replayed = self.replay.next()
-        if replayed is None:
+        completion = replayed = self.replay.next()
+        if completion is None:
             what = "summarise" if name.startswith("summary") else "generate"
             completion = await self.timed(what, (summariser or self.engine).generate(request))
-        else:
-            completion = replayed
         if summariser is None:
             self.sampled_tokens += completion.token_ids.size
         check_completion(request, completion)
@@ -200,56 +198,40 @@ class Recorder:
 def check_completion(request: Request, completion: Completion) -> None:
     """Raises `EngineError` when a completion breaks its contract; nothing that fails here may be trained on.
 
-    Checked: arrays and their lengths (ids without log-probs is the usual fault of an engine), finite log-probs <= 0,
-    spans that tile the tokens with non-decreasing versions and a fingerprint each, the token limit, and that the stop
-    reason agrees with the last token. The message starts with a reason code: `no_token_capture`, `bad_logprob` or
-    `bad_completion`.
+    The message starts with a reason code: `no_token_capture` (arrays that do not belong together; ids without log-probs
+    are the usual fault of an engine), `bad_logprob` (not finite, or above 0) or `bad_completion`.
     """
     who = f"request {request.id}"
-    ids, logprobs, spans = completion.token_ids, completion.logprobs, completion.version_spans
-    if ids is None or logprobs is None or spans is None:
-        missing = [n for n, v in (("token_ids", ids), ("logprobs", logprobs), ("version_spans", spans)) if v is None]
-        raise EngineError(f"no_token_capture: {who}: {', '.join(missing)} missing from the completion")
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise EngineError(f"bad_completion: {who}: token_ids: {ids.dtype}[{ids.shape}], expected int32[m]")
-    if logprobs.shape != ids.shape:
-        raise EngineError(
-            f"no_token_capture: {who}: {ids.size} token ids but {logprobs.size} log-probs"
-            if ids.size
-            else f"bad_completion: {who}: {logprobs.size} log-probs without token ids"
-        )
-    if ids.size == 0 and completion.stop_reason not in ("context", "abort"):
+    if completion.token_ids.size == 0 and completion.stop_reason not in ("context", "abort"):
         raise EngineError(f"no_token_capture: {who}: no token ids, stop reason {completion.stop_reason}")
-    wrong = ~(np.isfinite(logprobs) & (logprobs <= 0))
+    segment = SegmentBuilder()
+    segment.append_context([0])
+    try:
+        segment.append_sampled(completion.token_ids, completion.logprobs, completion.version_spans)
+    except ValidationError as error:
+        raise EngineError(f"no_token_capture: {who}: {error}") from None
+    wrong = ~(np.isfinite(completion.logprobs) & (completion.logprobs <= 0))
     if wrong.any():
         at = int(np.argmax(wrong))
-        raise EngineError(f"bad_logprob: {who}: log-prob {logprobs[at]} of token {at}, expected finite and <= 0")
-    if ids.size and int(ids.min()) < 0:
-        raise EngineError(f"bad_completion: {who}: negative token id {int(ids.min())}")
-    if ids.size > request.max_new_tokens:
-        raise EngineError(f"bad_completion: {who}: {ids.size} tokens, at most {request.max_new_tokens} were asked for")
-    _check_spans(who, ids.size, completion)
-    stops = set(request.stop_token_ids)
-    if completion.stop_reason == "stop" and int(ids[-1]) not in stops:
-        raise EngineError(
-            f"bad_completion: {who}: stop reason stop, but the last token {int(ids[-1])} is no stop token"
-        )
-    inner = (ids[:-1] if completion.stop_reason == "stop" else ids).tolist()
-    if not stops.isdisjoint(inner):
-        at = next(at for at, token in enumerate(inner) if token in stops)
-        raise EngineError(f"bad_completion: {who}: stop token {inner[at]} at {at} did not end the completion")
+        log_prob = completion.logprobs[at]
+        raise EngineError(f"bad_logprob: {who}: log-prob {log_prob} of token {at}, expected finite and <= 0")
+    for fault in _faults(request, completion):
+        raise EngineError(f"bad_completion: {who}: {fault}")
 
 
-def _check_spans(who: str, n: int, completion: Completion) -> None:
-    spans = completion.version_spans
-    if spans.ndim != 2 or spans.shape[1] != 3:
-        raise EngineError(f"bad_completion: {who}: version_spans: shape {spans.shape}, expected [k, 3]")
-    at, last = 0, 0
-    for start, stop, version in spans.tolist():
-        if start != at or stop <= start or version < last:
-            raise EngineError(f"bad_completion: {who}: version span {(start, stop, version)} after {(at, last)}")
-        if version not in completion.fingerprints:
-            raise EngineError(f"bad_completion: {who}: no fingerprint of version {version}")
-        at, last = stop, version
-    if at != n:
-        raise EngineError(f"no_token_capture: {who}: version_spans end at {at}, there are {n} tokens")
+def _faults(request: Request, completion: Completion) -> Iterator[str]:
+    ids, versions = completion.token_ids.tolist(), completion.version_spans[:, 2].tolist()
+    if min(ids, default=0) < 0:
+        yield f"negative token id {min(ids)}"
+    if len(ids) > request.max_new_tokens:
+        yield f"{len(ids)} tokens, at most {request.max_new_tokens} were asked for"
+    if versions != sorted(versions):
+        yield f"versions {versions}, expected that they never fall"
+    if missing := set(versions) - completion.fingerprints.keys():
+        yield f"no fingerprint of version {min(missing)}"
+    stopped = completion.stop_reason == "stop"
+    if stopped and ids[-1] not in request.stop_token_ids:
+        yield f"stop reason stop, but the last token {ids[-1]} is no stop token"
+    for at, token in enumerate(ids[:-1] if stopped else ids):
+        if token in request.stop_token_ids:
+            yield f"stop token {token} at {at} did not end the completion"
