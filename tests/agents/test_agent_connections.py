@@ -79,9 +79,9 @@ def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatc
 
 def test_one_that_is_kept_is_not_held_to_the_deadline_of_a_head() -> None:
     """Seen at the timer itself: it runs from the first byte of a head to its last, not while nothing is asked."""
-    made: list[agent_connections._Connection] = []
+    made: list[agent_connections.Connection] = []
 
-    class Noted(agent_connections._Connection):
+    class Noted(agent_connections.Connection):
         def __init__(self, connections: agent_connections.Connections) -> None:
             super().__init__(connections)
             made.append(self)
@@ -101,7 +101,7 @@ def test_one_that_is_kept_is_not_held_to_the_deadline_of_a_head() -> None:
         writer.close()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agent_connections, "_Connection", Noted)
+        patch.setattr(agent_connections, "Connection", Noted)
         with_server(use)
 
 

@@ -1,7 +1,6 @@
 """Connections to the endpoint of agents: not more than a bound, and a request's head has a deadline.
 
-HTTP is spoken by the protocol that `serve` makes; its transport events pass through here, and a connection that is too
-many never reaches it. A request counts from its first byte on; its body has a deadline of its own.
+A request counts from its first byte on; its body has a deadline of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any, Final
 
+from aiohttp import web
+
 from sao.agents.calls import error_body
 from sao.agents.session import ApiError
 
@@ -31,106 +32,84 @@ log = logging.getLogger(__name__)
 
 
 class Connections:
-    """Makes the protocols of a listening socket. serve: makes one that speaks HTTP, for each connection.
-    `most`: connections that may be open at a time.
-    """
+    """Makes the connections of a listening socket, which `server` answers. most: that may be open at a time."""
 
-    def __init__(self, serve: Callable[[], Any]) -> None:
-        self._serve = serve
-        self._open: dict[Any, _Connection] = {}
+    def __init__(self, server: web.Server) -> None:
+        self.server = server
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.most = min(MAX_CONNECTIONS, max(1, files // 2))
         self.most_lingering = min(_MAX_LINGERING, files // 8)
+        self.open = self.refused = 0
         self.lingering = 0  # were refused, and can still read why
-        self.refused = 0
         self._logged_s = -math.inf
 
     def __call__(self) -> asyncio.Protocol:
-        return _Connection(self)
+        return Connection(self)
 
-    @contextmanager
-    def answering(self, protocol: Any) -> Iterator[None]:
-        """While a request of this HTTP protocol is answered: its head has arrived."""
-        connection = self._open.get(protocol)
-        if connection is not None:
-            connection.answering(True)
-        try:
-            yield
-        finally:
-            if connection is not None:
-                connection.answering(False)
-
-    def admit(self, connection: _Connection) -> Any:
-        """The HTTP protocol of a new connection, or None when there are too many."""
-        if len(self._open) >= self.most:
-            self.refused += 1
-            if (now := time.monotonic()) >= self._logged_s + _LOG_S:
-                self._logged_s = now
-                log.warning("agents: %d connections are open; one more is refused, %d so far", self.most, self.refused)
-            return None
-        protocol = self._serve()
-        self._open[protocol] = connection
-        return protocol
-
-    def gone(self, protocol: Any) -> None:
-        """A connection has ended."""
-        self._open.pop(protocol, None)
+    def admit(self) -> bool:
+        """Whether there is room for one more connection; counted either way."""
+        if self.open < self.most:
+            self.open += 1
+            return True
+        self.refused += 1
+        if (now := time.monotonic()) >= self._logged_s + _LOG_S:
+            self._logged_s = now
+            log.warning("agents: %d connections are open; one more is refused, %d so far", self.most, self.refused)
+        return False
 
 
-class _Connection(asyncio.Protocol):
+class Connection(web.RequestHandler):
+    """One connection, which speaks HTTP once it was admitted."""
+
     def __init__(self, connections: Connections) -> None:
-        self._connections = connections
-        self._http: Any = None
-        self._transport: Any = None
+        loop = asyncio.get_running_loop()
+        super().__init__(connections.server, loop=loop, access_log=None, keepalive_timeout=IDLE_S)  # type: ignore[arg-type]
+        self._shared = connections
+        self._socket: Any = None
         self._timer: asyncio.TimerHandle | None = None
-        self._begun = self._busy = self._refused = False
+        self._admitted = self._begun = self._busy = self._refused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-        self._http = self._connections.admit(self)
-        if self._http is None:
-            text = f"{self._connections.most} connections are open, no more are taken"
-            self._refuse(ApiError(503, text, code="too_many_connections"))
-        else:
-            self._http.connection_made(transport)
+        self._socket, self._admitted = transport, self._shared.admit()
+        if self._admitted:
+            super().connection_made(transport)
             self._time(HEAD_S, self._late)
+        else:
+            text = f"{self._shared.most} connections are open, no more are taken"
+            self._refuse(ApiError(503, text, code="too_many_connections"))
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        self._begun = True
-        if self._timer is None and not self._busy:
-            self._time(HEAD_S, self._late)
-        self._http.data_received(data)
+        if data and not self._busy:  # aiohttp itself calls this without data, to go on parsing
+            self._begun = True
+            if self._timer is None:
+                self._time(HEAD_S, self._late)
+        super().data_received(data)
 
-    def eof_received(self) -> bool | None:
-        kept: bool | None = None if self._refused else self._http.eof_received()
-        return kept
-
-    def pause_writing(self) -> None:
-        if self._http is not None:
-            self._http.pause_writing()
-
-    def resume_writing(self) -> None:
-        if self._http is not None:
-            self._http.resume_writing()
-
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, error: BaseException | None) -> None:
         self._stop()
-        self._connections.lingering -= self._refused
-        if self._http is not None:
-            self._connections.gone(self._http)
-            self._http.connection_lost(error)
+        self._shared.open -= self._admitted
+        self._shared.lingering -= self._refused
+        super().connection_lost(error)
 
-    def answering(self, busy: bool) -> None:
-        """A request has arrived, or has been answered."""
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """While a request is answered: its head has arrived."""
+        self._answer(True)
+        try:
+            yield
+        finally:
+            self._answer(False)
+
+    def _answer(self, busy: bool) -> None:
         self._begun, self._busy = False, busy
         if not self._refused:
             self._stop()
 
     def _late(self) -> None:
         if not self._begun:
-            self._transport.close()
+            self._socket.close()
             return
         log.warning("agents: the head of a request did not arrive within %g s", HEAD_S)
         self._refuse(ApiError(408, f"the head of the request did not arrive within {HEAD_S:g} s"))
@@ -138,15 +117,15 @@ class _Connection(asyncio.Protocol):
     def _refuse(self, error: ApiError) -> None:
         """Says why, and ends the connection as soon as the other side has, or soon after."""
         self._refused = True
-        self._connections.lingering += 1
-        if self._connections.lingering > self._connections.most_lingering:
-            self._transport.abort()
+        self._shared.lingering += 1
+        if self._shared.lingering > self._shared.most_lingering:
+            self._socket.abort()
             return
         body = json.dumps(error_body(error)).encode()
         head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nContent-Type: application/json\r\n"
-        self._transport.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
-        self._transport.write_eof()
-        self._time(_LINGER_S, self._transport.abort)
+        self._socket.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+        self._socket.write_eof()
+        self._time(_LINGER_S, self._socket.abort)
 
     def _time(self, delay_s: float, call: Callable[[], None]) -> None:
         self._stop()

@@ -17,12 +17,12 @@ import json
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
 from sao.agents import calls as agent_calls
-from sao.agents.connections import IDLE_S, Connections
+from sao.agents.connections import Connection, Connections
 from sao.agents.session import AgentSession, ApiError, Turn
 from sao.envs.agent import Access
 from sao.envs.protocol import check_reward
@@ -49,26 +49,17 @@ class AgentServer:
 
     async def start(self, host: str, port: int) -> None:
         """Listens; port 0: any that is free. Raises `ConfigError` when it cannot."""
-
-        @web.middleware
-        async def answering(
-            request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-        ) -> web.StreamResponse:
-            with connections.answering(request.protocol):
-                return await handler(request)
-
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[answering, _errors])
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/session/{key}/v1/models", self._models)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/session/{key}/v1/chat/completions", self._chat)
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_answer])
+        for below in ("/v1", "/session/{key}/v1"):
+            app.router.add_get(f"{below}/models", self._models)
+            app.router.add_post(f"{below}/chat/completions", self._chat)
         app.router.add_post("/v1/sessions", self._open)
         app.router.add_post("/v1/sessions/reward", self._reward)
         app.router.add_post("/v1/sessions/close", self._close)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, keepalive_timeout=IDLE_S)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.5)
         await self._runner.setup()
-        connections = Connections(self._runner.server)
         try:
+            connections = Connections(self._runner.server)
             self._listener = await asyncio.get_running_loop().create_server(connections, host, port)
         except OSError as error:
             raise ConfigError(f"generator.agents_bind: {host}:{port}: {error}") from error
@@ -213,14 +204,15 @@ async def _body(request: web.Request) -> dict[str, Any]:
 
 
 @web.middleware
-async def _errors(
+async def _answer(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     """Every refusal in OpenAI's form."""
-    try:
-        return await handler(request)
-    except ApiError as error:
-        refused = error
-    except web.HTTPException as error:
-        refused = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
-    return web.json_response(agent_calls.error_body(refused), status=refused.status)
+    with cast(Connection, request.protocol).answering():
+        try:
+            return await handler(request)
+        except ApiError as error:
+            refused = error
+        except web.HTTPException as error:
+            refused = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
+        return web.json_response(agent_calls.error_body(refused), status=refused.status)
