@@ -25,14 +25,14 @@ def faults(records: Sequence[dict[str, Any]], folder: Path, success_from: float,
         found.append(f"metrics.jsonl: expected one end record with exit code 0, got {ends}")
     if len(steps) < 2 * EDGE:
         return [*found, f"metrics.jsonl: {len(steps)} step records, expected at least {2 * EDGE}"]
-    if [step.step for step in steps] != list(range(1, len(steps) + 1)):
-        found.append(f"metrics.jsonl: steps are not 1, 2, ...: {[step.step for step in steps][:10]} ...")
-    if not max(step.lag_max for step in steps) > 0:
+    if [step["step"] for step in steps] != list(range(1, len(steps) + 1)):
+        found.append(f"metrics.jsonl: steps are not 1, 2, ...: {[step['step'] for step in steps][:10]} ...")
+    if not max(step["lag_max"] for step in steps) > 0:
         found.append("lag/max: never above 0, the run was not asynchronous")
     if not any(record["kind"] == "eval" and record["n"] for record in records):
         found.append("metrics.jsonl: no held-out evaluation")
-    first = sum(step.success for step in steps[:EDGE]) / EDGE
-    last = sum(step.success for step in steps[-EDGE:]) / EDGE
+    first = sum(step["success"] for step in steps[:EDGE]) / EDGE
+    last = sum(step["success"] for step in steps[-EDGE:]) / EDGE
     print(f"success of the training batches: {first:.3f} in the first {EDGE} steps, {last:.3f} in the last {EDGE}")
     if not (first <= success_from and last >= success_to and last > first):
         found.append(f"reward/success: expected a rise from at most {success_from} to at least {success_to}")

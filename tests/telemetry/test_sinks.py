@@ -16,7 +16,6 @@ from tests.telemetry.records import config, evaluation, step
 from sao.errors import ConfigError
 from sao.telemetry import sinks
 from sao.telemetry.monitor import Monitor
-from sao.telemetry.prometheus import Prometheus
 
 
 def test_a_record_is_flat_and_valid_json():
@@ -76,7 +75,7 @@ def test_tensorboard_brings_no_torch(tmp_path):
 def test_prometheus_gets_the_newest_numbers_only():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    server = Prometheus(port)
+    server = sinks.Prometheus(port)
 
     def scraped() -> dict[str, float]:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
@@ -85,7 +84,7 @@ def test_prometheus_gets_the_newest_numbers_only():
 
     try:
         with pytest.raises(ConfigError, match=f"telemetry.prometheus_port: {port} on 127.0.0.1 cannot be had"):
-            Prometheus(port)
+            sinks.Prometheus(port)
         assert scraped() == {}
         server.write(step(1) | {"odd/name-9": 2})
         server.write(evaluation(1, 0.75))

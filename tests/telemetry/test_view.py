@@ -21,23 +21,23 @@ def plain() -> tuple[Console, io.StringIO]:
 
 def test_watched_numbers_are_taken_and_derived():
     now = watched(step(4, **{"tokens/masked": 500.0}))
-    assert (now.step, now.masked_share, now.generator_idle) == (4, 0.25, pytest.approx(0.1))
-    assert now.trained_per_s == pytest.approx(2000 / 1.5)
+    assert (now["step"], now["masked_share"], now["generator_idle"]) == (4, 0.25, pytest.approx(0.1))
+    assert now["trained_per_s"] == pytest.approx(2000 / 1.5)
 
 
 @pytest.mark.parametrize("value", [None, "text", float("nan")])
 def test_what_a_step_lacks_is_nan_not_an_error(value):
     now = watched({"kind": "step", "step": 1, "tokens/action": 0, "tokens/masked": value})
-    assert math.isnan(now.masked_share) and math.isnan(now.success) and math.isnan(now.trained_per_s)
+    assert all(math.isnan(now[name]) for name in ("masked_share", "success", "trained_per_s"))
 
 
 def test_without_a_terminal_each_step_is_one_line():
     console, out = plain()
     view = View(config(run={"steps": 20}), console)
-    view.show(step(11))
-    view.show(record("event", {"level": "warning", "text": "g1 ended [exit code 1]"}))
-    view.show(evaluation(11, 0.5, failed=2))
-    view.show(evaluation(12, None))
+    view.write(step(11))
+    view.write(record("event", {"level": "warning", "text": "g1 ended [exit code 1]"}))
+    view.write(evaluation(11, 0.5, failed=2))
+    view.write(evaluation(12, None))
     view.close()
     lines = out.getvalue().splitlines()
     assert len(lines) == 5
@@ -55,8 +55,8 @@ def test_on_a_terminal_the_table_shows_trend_and_alarm():
     view = View(config(run={"steps": 20, "name": "demo"}, staleness={"max_lag": 2}), console)
     assert "starting" in out.getvalue()
     for number in range(1, 6):
-        view.show(step(number, **{"time/idle_share": 0.9}))
-    view.show(evaluation(5, 0.25))
+        view.write(step(number, **{"time/idle_share": 0.9}))
+    view.write(evaluation(5, 0.25))
     view.close()
     shown = out.getvalue()
     rows = Text.from_ansi(shown).plain.splitlines()
@@ -69,7 +69,7 @@ def test_on_a_terminal_the_table_shows_trend_and_alarm():
 def test_a_step_without_numbers_can_be_shown():
     console, out = plain()
     view = View(config(run={"steps": 20}), console)
-    view.show(record("step", {"step": 1}))
+    view.write(record("step", {"step": 1}))
     assert "success -" in out.getvalue() and "eta -" in out.getvalue()
 
 

@@ -1,7 +1,5 @@
 """Repeated calls, their percentiles, and the machine they ran on."""
 
-from __future__ import annotations
-
 import gc
 import os
 import platform
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 PACKAGES = ["sao", "numpy", "torch", "numba", "pyzmq", "msgspec", "seqpacker", "lightbinpack", "faster-fifo", "ray"]
 
@@ -41,11 +40,12 @@ class Row:
         return self.amount / self.p50_us * 1e6 if self.amount else 0.0
 
 
-def times_us(
-    call: Callable[[], Any], budget_s: float = 1.0, at_least: int = 5, at_most: int = 5000, warm: int = 2
-) -> np.ndarray:
-    """Durations of repeated calls in microseconds, float64[n]; without garbage collection between them."""
-    for _ in range(warm):
+def times_us(call: Callable[[], Any], budget_s: float = 1.0, at_least: int = 5, at_most: int = 5000) -> np.ndarray:
+    """Durations of repeated calls in microseconds, float64[n]; without garbage collection between them.
+
+    Two calls more are made first, and not counted.
+    """
+    for _ in range(2):
         call()
     durations: list[int] = []
     gc.disable()
@@ -80,7 +80,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": models[0] if models else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "load_1min": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

@@ -1,7 +1,5 @@
 """The parts of the core and the weights' files, each at several sizes."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable, Iterator

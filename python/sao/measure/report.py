@@ -1,7 +1,5 @@
 """The topics of `sao bench`, and what it prints: one table a topic, and the same as a file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -25,6 +23,7 @@ TOPICS: dict[str, Callable[[bool], Iterator[Row]]] = {
     "weights": parts.weights,
 }
 """Each gives its rows as they are measured; true: fewer repetitions, smaller largest sizes."""
+PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def show(topics: Sequence[str], *, quick: bool = False, json_file: Path | None = None) -> None:
@@ -47,20 +46,14 @@ def show(topics: Sequence[str], *, quick: bool = False, json_file: Path | None =
 
 def shown_time(us: float) -> str:
     """A duration with the unit that suits it."""
-    for limit, unit, factor in ((1e3, "us", 1.0), (1e6, "ms", 1e3)):
-        if us < limit:
-            return f"{us / factor:.3g} {unit}"
-    return f"{us / 1e6:.3g} s"
+    factor, unit = (1.0, "us") if us < 1e3 else (1e3, "ms") if us < 1e6 else (1e6, "s")
+    return f"{us / factor:.3g} {unit}"
 
 
 def shown_rate(rate: float, unit: str) -> str:
-    """A rate with the prefix that suits it."""
-    if not rate:
-        return ""
-    for limit, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if rate >= limit:
-            return f"{rate / limit:.3g} {prefix}{unit}/s"
-    return f"{rate:.3g} {unit}/s"
+    """A rate with the prefix that suits it; empty for none."""
+    limit, prefix = next(((limit, prefix) for limit, prefix in PREFIXES if rate >= limit), (1.0, ""))
+    return f"{rate / limit:.3g} {prefix}{unit}/s" if rate else ""
 
 
 def _table(topic: str, rows: Sequence[Row]) -> Table:

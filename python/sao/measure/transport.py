@@ -1,7 +1,5 @@
 """From two producer processes to one consumer on this host: raw ZeroMQ frames, and acknowledged messages."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import queue

@@ -1,7 +1,5 @@
 """What is measured on: trajectories, lengths and batches as they come up in agentic runs. Seeded NumPy generators."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -18,7 +18,7 @@ from sao.errors import ConfigError, EnvironmentFailure
 from sao.rollout.compaction import templates
 from sao.runtime import folders, launch
 from sao.runtime import resume as resuming
-from sao.telemetry import prometheus
+from sao.telemetry import sinks
 from sao.transport.keys import SUPERVISOR, client_keys, server_keys
 
 Role = Literal["run", "broker", "learner", "generator", "eval"]
@@ -67,9 +67,9 @@ def _metrics_port(config: Config) -> Iterator[str]:
         yield f"telemetry.prometheus_port: needs prometheus_client, not installed; {extra}"
         return
     try:
-        socket.create_server((prometheus.ADDRESS, port)).close()
+        socket.create_server((sinks.PROMETHEUS_HOST, port)).close()
     except OSError as error:
-        yield prometheus.taken(port, error)
+        yield sinks.taken(port, error)
 
 
 def _packages(config: Config) -> Iterator[str]:

@@ -4,11 +4,8 @@ Reads what a run with `telemetry.keep_trajectories` left (`sao.telemetry.recordi
 tokenizer of the run's model folder, where both are still there; else token ids are shown.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,11 +20,10 @@ from sao.telemetry.recording import RecordedStep, read_step, recorded_steps, ste
 from sao.trajectory import Segment, Trajectory
 
 COLUMNS = ("#", "id", "task", "end", "reward", "rows", "tokens", "sampled", "version", "adv", "ratio")
-COLOURS = ("mask", "advantage", "ratio", "version")
 CONTEXT_STYLE = "bright_black"
 OPEN, CLOSE = "⟦", "⟧"  # around sampled tokens where there are no colours
 VERSIONS = ("cyan", "magenta", "yellow", "green", "blue", "red")
-LEGENDS = {
+COLOURS = {  # what a token can be coloured by -> what the colours mean
     "mask": "green: sampled and trained; magenta: the same, in a summary; yellow: no policy gradient; grey: given",
     "advantage": "green: above 0; red: below 0; brighter: larger; grey: given",
     "ratio": "green: inside the band; red: outside, weight 0; yellow: too old or not scored; grey: given",
@@ -42,18 +38,18 @@ class Numbers(NamedTuple):
     ratio: NDArray[np.float64]
 
 
-@dataclass(frozen=True, eq=False)
-class Shown:
+class Shown(NamedTuple):
     """One trajectory of a step, with the numbers of each segment (None: left out of training)."""
 
     index: int
     trajectory: Trajectory
     numbers: list[Numbers | None]
 
-    def finite(self, name: str) -> list[NDArray[np.float64]]:
-        """The finite numbers of this name at sampled tokens, one array a trained segment."""
+    def finite(self, name: str) -> NDArray[np.float64]:
+        """The finite numbers of this name at sampled tokens of trained segments."""
         parts = zip(self.trajectory.segments, self.numbers, strict=True)
-        return [_finite(getattr(numbers, name), segment) for segment, numbers in parts if numbers is not None]
+        found = [_finite(getattr(numbers, name), segment) for segment, numbers in parts if numbers is not None]
+        return np.concatenate([np.zeros(0), *found])
 
 
 def find_step(path: Path, step: int | None = None) -> Path:
@@ -95,15 +91,16 @@ def _all(recorded: RecordedStep) -> Iterator[Shown]:
     offsets, firsts = recorded.arrays["segment_offsets"], recorded.arrays["trajectory_offsets"]
     summaries = bool(recorded.meta.get("compaction", {}).get("train_summaries", True))
     for index, trajectory in enumerate(recorded.trajectories()):
-        starts = iter(offsets[firsts[index] : firsts[index + 1]].tolist())
+        starts = offsets[firsts[index] : firsts[index + 1]].tolist()
         trained = [summaries or segment.kind != "summary" for segment in trajectory.segments]
-        if sum(trained) != firsts[index + 1] - firsts[index]:
+        if sum(trained) != len(starts):
             raise ValidationError(f"trajectory {index}: {sum(trained)} segments, the arrays have another number")
-        sizes = [segment.n_tokens for segment in trajectory.segments]
-        numbers = [
-            _numbers(recorded, next(starts), size) if kept else None for size, kept in zip(sizes, trained, strict=True)
-        ]
-        yield Shown(index, trajectory, numbers)
+        sizes = zip(trajectory.segments, trained, strict=True)
+        yield Shown(
+            index,
+            trajectory,
+            [_numbers(recorded, starts.pop(0), segment.n_tokens) if kept else None for segment, kept in sizes],
+        )
 
 
 def _numbers(recorded: RecordedStep, start: int, size: int) -> Numbers:
@@ -121,14 +118,12 @@ def _finite(values: NDArray[np.float64], segment: Segment) -> NDArray[np.float64
 
 def _choose(shown: list[Shown], wanted: str) -> Shown:
     found = [item for item in shown if item.trajectory.id.hex().startswith(wanted.lower())]
-    if len(found) != 1 and wanted.isdecimal() and int(wanted) < len(shown):
+    if len(found) == 1:
+        return found[0]
+    if wanted.isdecimal() and int(wanted) < len(shown):
         return shown[int(wanted)]
-    if len(found) != 1:
-        count = "no" if not found else f"{len(found)}"
-        raise ConfigError(
-            f"--trajectory {wanted}: {count} trajectories of this step; expected an id or 0..{len(shown) - 1}"
-        )
-    return found[0]
+    expected = f"expected an id or 0..{len(shown) - 1}"
+    raise ConfigError(f"--trajectory {wanted}: {len(found) or 'no'} trajectories of this step; {expected}")
 
 
 def _overview(recorded: RecordedStep, shown: list[Shown]) -> Table:
@@ -142,17 +137,12 @@ def _overview(recorded: RecordedStep, shown: list[Shown]) -> Table:
         summaries = sum(segment.kind == "summary" for segment in it.segments)
         kinds = f"{len(it.segments) - summaries}+{summaries}"
         end = it.termination.reason or it.termination.kind
-        advantage, ratio = (_mean(item.finite(name)) for name in Numbers._fields)
+        means = [f"{values.mean():.3f}" if values.size else "-" for values in map(item.finite, Numbers._fields)]
         versions = f"{it.min_version}..{it.max_version}"
         reward = "-" if it.reward is None else f"{it.reward:g}"
         cells = (item.index, it.id.hex()[:8], it.task_ordinal, end, reward, kinds, it.n_tokens, it.n_actions, versions)
-        table.add_row(*map(str, cells), advantage, ratio)
+        table.add_row(*map(str, cells), *means)
     return table
-
-
-def _mean(parts: list[NDArray[np.float64]]) -> str:
-    values = np.concatenate([np.zeros(0), *parts])
-    return f"{values.mean():.3f}" if values.size else "-"
 
 
 def _segments(
@@ -163,13 +153,13 @@ def _segments(
     reason = f" ({it.termination.reason})" if it.termination.reason else ""
     head.append(f"{it.termination.kind}{reason}, reward {it.reward}, temperature {it.temperature:g}\n", "")
     head.append("".join(f"{key} {value}  " for key, value in it.metadata.items()) + "\n", "dim")
-    head.append(LEGENDS[colour] if colours else f"{OPEN}sampled by the policy{CLOSE}", "dim italic")
+    head.append(COLOURS[colour] if colours else f"{OPEN}sampled by the policy{CLOSE}", "dim italic")
     yield head
-    largest = max((float(np.abs(part).max(initial=0.0)) for part in item.finite("advantage")), default=0.0)
+    largest = float(np.abs(item.finite("advantage")).max(initial=0.0))
     for number, (segment, numbers) in enumerate(zip(it.segments, item.numbers, strict=True)):
         yield _title(segment, numbers, f"segment {number} of {len(it.segments)}")
         styles = _styles(segment, numbers, colour, largest, recorded.meta.get("algorithm", {}))
-        yield _tokens(segment, styles, texts, colours)
+        yield _tokens(segment, styles, texts or "{} ".format, colours)
 
 
 def _title(segment: Segment, numbers: Numbers | None, name: str) -> Text:
@@ -208,14 +198,12 @@ def _styles(
     return found
 
 
-def _tokens(segment: Segment, styles: list[str], texts: Callable[[int], str] | None, colours: bool) -> Text:
-    body, mask = Text(), segment.action_mask
-    for at, (token, style) in enumerate(zip(segment.token_ids.tolist(), styles, strict=True)):
-        if not colours and mask[at] and not mask[at - 1]:
-            body.append(OPEN)
-        body.append(texts(token) if texts else f"{token} ", style)
-        if not colours and mask[at] and (at + 1 == len(mask) or not mask[at + 1]):
-            body.append(CLOSE)
+def _tokens(segment: Segment, styles: list[str], text: Callable[[int], str], colours: bool) -> Text:
+    body, turns = Text(), np.diff(segment.action_mask, append=False)  # true: the next token is of the other kind
+    for token, style, sampled, turn in zip(segment.token_ids.tolist(), styles, segment.action_mask, turns, strict=True):
+        body.append(text(token), style)
+        if turn and not colours:
+            body.append(CLOSE if sampled else OPEN)
     return body
 
 

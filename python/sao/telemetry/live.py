@@ -3,14 +3,13 @@
 Colours carry meaning: green is as hoped, yellow is worth a look, red is wrong.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import statistics
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -22,13 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sao.config import Config
-from sao.telemetry.metrics import Watched, watched
+from sao.telemetry.metrics import watched
 
-# The number behind each cell of the table, in the same order.
-TRENDS = (
-    *("success", "reward", "lag_mean", "masked_share", "explained_variance"),
-    *("sampled_per_s", "trained_per_s", "learner_idle", "generator_idle", "gap"),
-)
 RECENT = 32  # steps in the trend
 BARS = "▁▂▃▄▅▆▇█"
 STARTING = "starting: models load, first rollouts are sampled"
@@ -66,27 +60,28 @@ class View:
     def __init__(self, config: Config, console: Console) -> None:
         self._config, self._console = config, console
         self._started_s = time.monotonic()
-        self._recent: deque[Watched] = deque(maxlen=RECENT)
+        self._recent: deque[dict[str, float]] = deque(maxlen=RECENT)
         self._held_out: float | None = None
         self._live: Live | None = None
         if config.telemetry.live and console.is_terminal:
-            self._live = Live(console=console, auto_refresh=False, transient=False)
+            self._live = Live(console=console, auto_refresh=False)
             self._live.start()
         else:
             self._print(f"{STARTING}; logs: {config.folder / 'logs'}", "dim")
         self.tick()
 
-    def show(self, record: dict[str, Any]) -> None:
-        """Takes one record."""
-        kind = record["kind"]
-        if kind == "step":
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Shows one record."""
+        if record["kind"] == "step":
             self._recent.append(watched(record))
             if self._live is None:
-                self._console.print(self.line(), highlight=False, markup=False, soft_wrap=True)
-        elif kind == "eval":
-            self._held_out = record.get("success")
-            self._print(self._eval_line(record), "bold")
-        elif kind == "event":
+                self._print(self._line())
+        elif record["kind"] == "eval":
+            self._held_out, failed = record["success"], record.get("failed")
+            shown = "none finished" if self._held_out is None else f"{self._held_out:.3f}"
+            more = f", {failed} failed" if failed else ""
+            self._print(f"held-out success {shown} at step {record['step']} (n = {record.get('n')}{more})", "bold")
+        elif record["kind"] == "event":
             self._print(str(record["text"]), STYLES.get(str(record.get("level")), ""))
         self.tick()
 
@@ -100,77 +95,59 @@ class View:
         if self._live is not None:
             self._live.stop()
 
-    def line(self) -> str:
-        """The last step in one line, with units."""
-        last = self._recent[-1]
-        parts = [f"step {last.step}/{self._config.run.steps}"]
-        parts += [f"{label} {text}" for label, text, _ in self._cells(last)]
-        return "  ".join([*parts, f"eta {_duration(self._eta_s())}"])
-
-    def _print(self, text: str, style: str) -> None:
+    def _print(self, text: str, style: str = "") -> None:
         self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    def _eval_line(self, record: dict[str, Any]) -> str:
-        success, n, failed = record.get("success"), record.get("n"), record.get("failed") or 0
-        shown = "none finished" if success is None else f"{success:.3f}"
-        more = f", {failed} failed" if failed else ""
-        return f"held-out success {shown} at step {record.get('step')} (n = {n}{more})"
+    def _line(self) -> str:
+        """The last step in one line, with units."""
+        parts = [f"step {self._recent[-1]['step']}/{self._config.run.steps}"]
+        parts += [f"{label} {text}" for _, label, text, _ in self._cells()]
+        return "  ".join([*parts, f"eta {_duration(self._eta_s())}"])
 
-    def _cells(self, now: Watched) -> list[tuple[str, str, str]]:
-        """Label, value and style of the watched numbers."""
-        bound = self._config.staleness.max_lag
-        limit = self._config.logprob_gap_limit
-        gap_style = _style(now.gap, good=limit / 2, bad=limit)
-        return [
-            ("success", _number(now.success, "{:.3f}"), "bold"),
-            ("reward", _number(now.reward, "{:.3f}"), ""),
-            ("lag", f"{_number(now.lag_mean, '{:.1f}')}/{_number(now.lag_max, '{:.0f}')}", _over(now.lag_max, bound)),
-            ("masked", _share(now.masked_share), _style(now.masked_share, good=0.1, bad=0.5)),
-            (
-                "expl.var",
-                _number(now.explained_variance, "{:.2f}"),
-                _style(-now.explained_variance, good=-0.1, bad=0.2),
-            ),
-            ("sampled", _rate(now.sampled_per_s), ""),
-            ("trained", _rate(now.trained_per_s), ""),
-            ("idle learner", _share(now.learner_idle), _style(now.learner_idle, good=0.3, bad=0.7)),
-            ("idle generators", _share(now.generator_idle), _style(now.generator_idle, good=0.3, bad=0.7)),
-            ("gap", _number(now.gap, "{:.1e}"), gap_style),
+    def _cells(self) -> list[tuple[str, str, str, str]]:
+        """The watched numbers of the last step: name, label, text and style of each."""
+        now = self._recent[-1]
+        gap_limit, masked, explained = self._config.logprob_gap_limit, now["masked_share"], now["explained_variance"]
+        lag = f"{_number(now['lag_mean'], '{:.1f}')}/{_number(now['lag_max'], '{:.0f}')}"
+        cells = [
+            ("success", "success", _number(now["success"], "{:.3f}"), "bold"),
+            ("reward", "reward", _number(now["reward"], "{:.3f}"), ""),
+            ("lag_mean", "lag", lag, _style(now["lag_max"], self._config.staleness.max_lag, math.inf)),
+            ("masked_share", "masked", _number(masked, "{:.0%}"), _style(masked, 0.1, 0.5)),
+            ("explained_variance", "expl.var", _number(explained, "{:.2f}"), _style(-explained, -0.1, 0.2)),
+            ("sampled_per_s", "sampled", _rate(now["sampled_per_s"]), ""),
+            ("trained_per_s", "trained", _rate(now["trained_per_s"]), ""),
         ]
+        for name, label in (("learner_idle", "idle learner"), ("generator_idle", "idle generators")):
+            cells.append((name, label, _number(now[name], "{:.0%}"), _style(now[name], 0.3, 0.7)))
+        return [*cells, ("gap", "gap", _number(now["gap"], "{:.1e}"), _style(now["gap"], gap_limit / 2, gap_limit))]
 
     def _table(self) -> Group:
         steps = self._config.run.steps
-        done = self._recent[-1].step if self._recent else 0
-        elapsed_s = time.monotonic() - self._started_s
-        title = Text.assemble(
-            (f"{self._config.run.name} ", "bold"),
-            f"step {done}/{steps}  {_duration(elapsed_s)} elapsed  {_duration(self._eta_s())} to go",
-        )
+        done = self._recent[-1]["step"] if self._recent else 0
+        elapsed, to_go = _duration(time.monotonic() - self._started_s), _duration(self._eta_s())
+        name = (f"{self._config.run.name} ", "bold")
+        title = Text.assemble(name, f"step {done}/{steps}  {elapsed} elapsed  {to_go} to go")
         if self._held_out is not None:
             title.append(f"  held-out {self._held_out:.3f}", "bold cyan")
         if not self._recent:
             return Group(title, Text(STARTING, "dim"))
         table = Table.grid(padding=(0, 2))
-        for (label, text, style), name in zip(self._cells(self._recent[-1]), TRENDS, strict=True):
-            table.add_row(
-                Text(label, "dim"), Text(text, style), Text(_trend([getattr(w, name) for w in self._recent]), "cyan")
-            )
+        for name, label, text, style in self._cells():
+            trend = _trend([numbers[name] for numbers in self._recent])
+            table.add_row(Text(label, "dim"), Text(text, style), Text(trend, "cyan"))
         bar = Padding(ProgressBar(total=steps, completed=done, width=60), 0)  # a bar alone ends without a new line
         return Group(title, bar, table)
 
     def _eta_s(self) -> float:
-        times = [w.step_s for w in self._recent if math.isfinite(w.step_s)]
+        times = [numbers["step_s"] for numbers in self._recent if math.isfinite(numbers["step_s"])]
         if not times:
             return math.nan
-        return statistics.median(times) * (self._config.run.steps - self._recent[-1].step)
+        return statistics.median(times) * (self._config.run.steps - self._recent[-1]["step"])
 
 
 def _number(value: float, form: str) -> str:
     return form.format(value) if math.isfinite(value) else "-"
-
-
-def _share(value: float) -> str:
-    return _number(100 * value, "{:.0f}%")
 
 
 def _rate(value: float) -> str:
@@ -185,14 +162,10 @@ def _duration(seconds: float) -> str:
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
-def _style(value: float, *, good: float, bad: float) -> str:
+def _style(value: float, good: float, fair: float) -> str:
     if not math.isfinite(value):
         return "dim"
-    return "green" if value <= good else "yellow" if value <= bad else "red"
-
-
-def _over(value: float, bound: float) -> str:
-    return "dim" if not math.isfinite(value) else "green" if value <= bound else "yellow"
+    return "green" if value <= good else "yellow" if value <= fair else "red"
 
 
 def _trend(values: list[float]) -> str:

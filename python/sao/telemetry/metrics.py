@@ -1,66 +1,41 @@
 """The few numbers of a step that are watched: what live view and curves show, taken from a step's many metrics."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Watched:
-    """Numbers of one step; NaN where the step has none (a skipped step, a critic that is warming up, ...)."""
-
-    step: int
-    success: float
-    """Share of the batch's trajectories with reward > 0."""
-    reward: float
-    """Mean reward of the batch."""
-    explained_variance: float
-    """Of the critic, before this step's passes: 1 is perfect, 0 is a constant, below 0 is worse than a constant."""
-    masked_share: float
-    """Share of action tokens without gradient: out of the band or too old."""
-    lag_mean: float
-    lag_max: float
-    """Policy versions behind, over action tokens."""
-    sampled_per_s: float
-    """Tokens sampled by all generators per second."""
-    trained_per_s: float
-    """Action tokens that the learner went through per second of the step."""
-    learner_idle: float
-    """Share of the step in which the learner waited for a batch."""
-    generator_idle: float
-    """Share of the time in which the engines computed nothing, mean over generators."""
-    gap: float
-    """Mean distance of the learner's log-probs from the engine's at lag 0, nats."""
-    step_s: float
-    """Seconds from commit to commit."""
+# Watched number -> the metric of a step record that it is (`docs/reference/metrics.md`).
+METRICS = {
+    "success": "reward/success",
+    "reward": "reward/mean",
+    "explained_variance": "critic/explained_variance",
+    "lag_mean": "lag/mean",
+    "lag_max": "lag/max",
+    "sampled_per_s": "broker/sampled_tokens_per_s",
+    "learner_idle": "time/idle_share",
+    "gap": "logprob_gap/mean",
+    "step_s": "broker/step_s",
+}
 
 
-def watched(record: Mapping[str, Any]) -> Watched:
-    """The watched numbers of a step record."""
+def watched(record: Mapping[str, Any]) -> dict[str, float]:
+    """The watched numbers of a step record, by name; NaN where the step has none (a skipped step, a warm-up, ...).
+
+    Beside `step` and `METRICS`: `masked_share`, of the action tokens those without a gradient; `trained_per_s`, action
+    tokens a second of the step; `generator_idle`, share of the time in which the engines computed nothing.
+    """
 
     def get(name: str) -> float:
         value = record.get(name)
-        return float(value) if isinstance(value, int | float) else float("nan")
+        return float(value) if isinstance(value, int | float) else math.nan
 
     actions, step_s = get("tokens/action"), get("broker/step_s")
-    return Watched(
-        step=int(record["step"]),
-        success=get("reward/success"),
-        reward=get("reward/mean"),
-        explained_variance=get("critic/explained_variance"),
-        masked_share=get("tokens/masked") / actions if actions else float("nan"),
-        lag_mean=get("lag/mean"),
-        lag_max=get("lag/max"),
-        sampled_per_s=get("broker/sampled_tokens_per_s"),
-        trained_per_s=actions / step_s if step_s else float("nan"),
-        learner_idle=get("time/idle_share"),
-        generator_idle=1 - get("broker/busy_share"),
-        gap=get("logprob_gap/mean"),
-        step_s=step_s,
-    )
+    return {name: get(metric) for name, metric in METRICS.items()} | {
+        "step": int(record["step"]),
+        "masked_share": get("tokens/masked") / actions if actions else math.nan,
+        "trained_per_s": actions / step_s if step_s else math.nan,
+        "generator_idle": 1 - get("broker/busy_share"),
+    }
 
 
 def wilson(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:

@@ -1,24 +1,49 @@
 """`curves.png`: a run's course on one page, drawn from its `metrics.jsonl`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from sao.telemetry.metrics import watched, wilson
-from sao.telemetry.sinks import surviving
 
-TRAINING, HELD_OUT, GENERATORS, LEARNER, LIMIT = "#3572b0", "#d1495b", "#3a8f5c", "#3572b0", "#888888"
+RED, BLUE, GREEN, GREY = "#d1495b", "#3572b0", "#3a8f5c", "#888888"
 SMOOTH = 9  # steps in the running mean of what is noisy
 
 
-def curves(records: Sequence[dict[str, Any]], path: Path, title: str = "") -> None:
-    """Draws the step and eval records. Raises `ImportError` without matplotlib, `ValueError` without a step record."""
-    records = surviving(records)
+class Panel(NamedTuple):
+    """One of the pictures. lines: watched number, colour and label of each; limits of y; scale: of the numbers."""
+
+    title: str
+    lines: tuple[tuple[str, str, str], ...]
+    limits: tuple[float | None, float | None] = (None, None)
+    scale: float = 1.0
+
+
+PANELS = (
+    Panel("success rate", (("success", BLUE, "training batch"),), (0, 1)),
+    Panel("reward of the batch", (("reward", BLUE, "mean"),)),
+    Panel("explained variance", (("explained_variance", BLUE, "critic"),), (-1, 1)),
+    Panel("action tokens without gradient, %", (("masked_share", BLUE, "out of band or too old"),), (0, None), 100),
+    Panel("lag of action tokens, versions", (("lag_max", RED, "max"), ("lag_mean", BLUE, "mean")), (0, None)),
+    Panel(
+        "action tokens per second",
+        (("sampled_per_s", GREEN, "sampled by generators"), ("trained_per_s", BLUE, "trained by learner")),
+        (0, None),
+    ),
+    Panel("idle time, %", (("generator_idle", GREEN, "generators"), ("learner_idle", BLUE, "learner")), (0, 100), 100),
+    Panel("log-prob gap, engine to learner, nats", (("gap", BLUE, "mean at lag 0"),)),
+)
+
+
+def curves(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draws the step and eval records, without lost ones (`sinks.surviving`).
+
+    Raises `ImportError` without matplotlib, `ValueError` without a step record.
+    """
     steps = [watched(record) for record in records if record["kind"] == "step"]
     if not steps:
         raise ValueError("records: no step record to draw")
@@ -27,85 +52,38 @@ def curves(records: Sequence[dict[str, Any]], path: Path, title: str = "") -> No
 
     held_out = [record for record in records if record["kind"] == "eval" and record.get("success") is not None]
     config = next((record for record in records if record["kind"] == "run"), {})
-    x = np.array([step.step for step in steps])
-    column = {name: np.array([getattr(step, name) for step in steps], dtype=float) for name in vars(steps[0])}
-
+    column = {name: np.array([step[name] for step in steps], dtype=float) for name in steps[0]}
+    x = column["step"]
     figure = Figure(figsize=(15, 7), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(2, 4).ravel()
-
-    _noisy(panels[0], x, column["success"], TRAINING, "training batch")
+    success, _, explained, _, lag, _, _, gap = axes = figure.subplots(2, 4).ravel()
     if held_out:
         rate = np.array([record["success"] for record in held_out], dtype=float)
         range_95 = np.array([wilson(round(record["success"] * record["n"]), record["n"]) for record in held_out]).T
-        bars = np.abs(range_95 - rate)
-        at = [record["step"] for record in held_out]
-        panels[0].errorbar(at, rate, yerr=bars, color=HELD_OUT, marker="o", capsize=3, label="held out, 95%")
-    _finish(panels[0], "success rate", (0, 1))
-
-    _noisy(panels[1], x, column["reward"], TRAINING, "mean")
-    _finish(panels[1], "reward of the batch")
-
-    panels[2].axhline(0, color=LIMIT, lw=0.8)
-    _noisy(panels[2], x, column["explained_variance"], TRAINING, "critic")
-    _finish(panels[2], "explained variance", (-1, 1))
-
-    _noisy(panels[3], x, 100 * column["masked_share"], TRAINING, "out of band or too old")
-    _finish(panels[3], "action tokens without gradient, %", (0, None))
-
-    panels[4].step(x, column["lag_max"], color=HELD_OUT, lw=1, where="mid", label="max")
-    panels[4].plot(x, column["lag_mean"], color=TRAINING, label="mean")
+        at, bars = [record["step"] for record in held_out], np.abs(range_95 - rate)
+        success.errorbar(at, rate, yerr=bars, color=RED, marker="o", capsize=3, label="held out, 95%")
+    explained.axhline(0, color=GREY, lw=0.8)
     if "config/staleness/max_lag" in config:
-        panels[4].axhline(config["config/staleness/max_lag"], color=LIMIT, ls="--", lw=1, label="staleness.max_lag")
-    _finish(panels[4], "lag of action tokens, versions", (0, None))
-
-    _noisy(panels[5], x, column["sampled_per_s"], GENERATORS, "sampled by generators")
-    _noisy(panels[5], x, column["trained_per_s"], LEARNER, "trained by learner")
-    _finish(panels[5], "action tokens per second", (0, None))
-
-    _noisy(panels[6], x, 100 * column["generator_idle"], GENERATORS, "generators")
-    _noisy(panels[6], x, 100 * column["learner_idle"], LEARNER, "learner")
-    _finish(panels[6], "idle time, %", (0, 100))
-
-    gap = np.where(column["gap"] > 0, column["gap"], np.nan)
-    panels[7].plot(x, gap, color=TRAINING, lw=1, marker="o", ms=3, label="mean at lag 0")
-    if np.isfinite(gap).any():
-        panels[7].set_yscale("log")
-    _finish(panels[7], "log-prob gap, engine to learner, nats")
-
-    for panel in panels:
-        panel.set_xlabel("optimizer step")
-        panel.set_xlim(0, x[-1] + 1)
-    name = title or config.get("config/run/name", "")
-    if name:
-        figure.suptitle(name)
+        lag.axhline(config["config/staleness/max_lag"], color=GREY, ls="--", lw=1, label="staleness.max_lag")
+    column["gap"][~(column["gap"] > 0)] = np.nan
+    if np.isfinite(column["gap"]).any():
+        gap.set_yscale("log")
+    for panel, axis in zip(PANELS, axes, strict=True):
+        for name, colour, label in panel.lines:
+            if np.isfinite(column[name]).any():
+                axis.plot(x, panel.scale * column[name], color=colour, alpha=0.3, lw=0.8)
+                axis.plot(x, panel.scale * _running_mean(column[name]), color=colour, lw=1.8, label=label)
+        axis.set_title(panel.title, fontsize=10, loc="left")
+        axis.grid(alpha=0.25)
+        axis.set(xlabel="optimizer step", xlim=(0, x[-1] + 1), ylim=panel.limits)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=8, frameon=False)
+    figure.suptitle(config.get("config/run/name", ""))
     figure.savefig(path, dpi=110)
-
-
-def _noisy(panel: Any, x: NDArray[np.int64], y: NDArray[np.float64], colour: str, label: str) -> None:
-    """The raw line faint, its running mean strong."""
-    if not np.isfinite(y).any():
-        return
-    panel.plot(x, y, color=colour, alpha=0.3, lw=0.8)
-    panel.plot(x, _running_mean(y), color=colour, lw=1.8, label=label)
 
 
 def _running_mean(y: NDArray[np.float64]) -> NDArray[np.float64]:
     """Centred mean of the finite values in a window of `SMOOTH`; NaN where there is none."""
-    half = SMOOTH // 2
-    means = np.full_like(y, np.nan)
-    for index in range(len(y)):
-        window = y[max(0, index - half) : index + half + 1]
-        window = window[np.isfinite(window)]
-        if len(window):
-            means[index] = window.mean()
+    windows = sliding_window_view(np.pad(y, SMOOTH // 2, constant_values=np.nan), SMOOTH)
+    means: NDArray[np.float64] = np.ma.masked_invalid(windows).mean(axis=1).filled(np.nan)
     return means
-
-
-def _finish(panel: Any, title: str, limits: tuple[float | None, float | None] | None = None) -> None:
-    panel.set_title(title, fontsize=10, loc="left")
-    panel.grid(alpha=0.25)
-    if limits:
-        panel.set_ylim(*limits)
-    if panel.get_legend_handles_labels()[0]:
-        panel.legend(fontsize=8, frameon=False)

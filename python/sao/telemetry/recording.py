@@ -13,8 +13,6 @@ the tokens of all segments of all trajectories, laid end to end:
 | `segment_offsets`, `trajectory_offsets` | int64 | first token of each segment, first segment of each trajectory |
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -49,37 +47,27 @@ class RecordedStep:
 
 
 def write_step(
-    folder: Path,
-    step: int,
-    frames: Sequence[Any],
-    arrays: Mapping[str, NDArray[Any]],
-    meta: Mapping[str, Any],
-    *,
-    keep: int | None = None,
+    folder: Path, step: int, frames: Sequence[Any], arrays: Mapping[str, Any], meta: Mapping[str, Any], *, keep: int = 0
 ) -> Path:
     """Writes one step and returns its path; the file is complete or not there.
 
     frames: header, payload and sidecars of each trajectory, one after another (anything with the buffer protocol).
     arrays: any shape, dtypes of NumPy other than object and text. meta: what JSON can hold. keep: newest steps that
-    stay in `folder` (None: all). Raises `WireError` and `ValidationError` before anything is written, `OSError`.
+    stay in `folder` (0: all). Raises `WireError` and `ValidationError` before anything is written, `OSError`.
     """
     from safetensors.numpy import save_file  # only those that record or read need it
 
     groups = split_frames(frames)
-    tensors: dict[str, NDArray[Any]] = {}
-    for index, group in enumerate(groups):
-        for part, frame in enumerate(group):
-            tensors[_frame(index, part)] = np.frombuffer(frame, np.uint8)
+    tensors = {
+        _frame(index, part): np.frombuffer(frame, np.uint8)
+        for index, group in enumerate(groups)
+        for part, frame in enumerate(group)
+    }
     for name, array in arrays.items():
         if array.dtype.kind not in "biuf":
             raise ValidationError(f"arrays[{name!r}]: {array.dtype}, expected numbers or truth values")
         tensors[f"array/{name}"] = np.ascontiguousarray(array)
-    header = {
-        "format": FORMAT,
-        "step": str(step),
-        "trajectories": str(len(groups)),
-        "meta": json.dumps(dict(meta)),
-    }
+    header = {"format": FORMAT, "step": str(step), "trajectories": str(len(groups)), "meta": json.dumps(dict(meta))}
     folder.mkdir(parents=True, exist_ok=True)
     target = step_path(folder, step)
     unfinished = target.with_suffix(f".{os.getpid()}.part")
@@ -88,9 +76,8 @@ def write_step(
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
-    if keep is not None:
-        for old in recorded_steps(folder)[:-keep]:
-            step_path(folder, old).unlink(missing_ok=True)
+    for old in recorded_steps(folder)[:-keep] if keep else ():
+        step_path(folder, old).unlink(missing_ok=True)
     return target
 
 
@@ -111,11 +98,11 @@ def read_step(path: Path) -> RecordedStep:
                 parts = range(1, 2 + len(_core.summary(head)["sidecars"]))
                 frames += [head, *(file.get_tensor(_frame(index, part)).tobytes() for part in parts)]
             return RecordedStep(int(header["step"]), frames, arrays, json.loads(header["meta"]))
+    except WireError:
+        raise
     except FileNotFoundError:
         raise WireError(f"{path}: no such file") from None
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        if isinstance(error, WireError):
-            raise
         raise WireError(f"{path}: not a recorded step: {error}") from error
 
 

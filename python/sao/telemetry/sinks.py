@@ -1,20 +1,22 @@
-"""The sinks of records: one machine-readable file, TensorBoard, Weights & Biases.
+"""The sinks of records: one machine-readable file, TensorBoard, Weights & Biases, Prometheus.
 
 A record is a flat dict with `kind` (`run`, `resume`, `step`, `eval`, `event`, `end`) and `time_s` (Unix time); numbers
 are numbers, and what is not finite or not known is null. `docs/reference/metrics.md` lists the names.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from sao.errors import ConfigError
+
 Record = dict[str, Any]
+PROMETHEUS_HOST = "127.0.0.1"
 
 
 class Sink(Protocol):
@@ -29,17 +31,15 @@ class Sink(Protocol):
 
 def record(kind: str, fields: Mapping[str, Any]) -> Record:
     """A record of now. What JSON cannot hold (NaN, infinity) becomes null; nested maps are flattened with `/`."""
-    flat: Record = {"kind": kind, "time_s": round(time.time(), 3)}
-    _flatten(flat, "", fields)
-    return flat
+    return {"kind": kind, "time_s": round(time.time(), 3), **dict(_flat(fields))}
 
 
-def _flatten(flat: Record, prefix: str, fields: Mapping[str, Any]) -> None:
+def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in fields.items():
         if isinstance(value, Mapping):
-            _flatten(flat, f"{prefix}{key}/", value)
+            yield from _flat(value, f"{prefix}{key}/")
         else:
-            flat[f"{prefix}{key}"] = None if isinstance(value, float) and not math.isfinite(value) else value
+            yield f"{prefix}{key}", None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class JsonLines:
@@ -50,14 +50,11 @@ class JsonLines:
         if path.exists() and not (data := path.read_bytes()).endswith(b"\n"):
             os.truncate(path, data.rfind(b"\n") + 1)
         self._file = path.open("a", encoding="utf-8", buffering=1)
+        self.close = self._file.close
 
     def write(self, record: Record) -> None:
         """Appends one line."""
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
 
 
 class TensorBoard:
@@ -70,6 +67,7 @@ class TensorBoard:
 
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         self._writer = EventFileWriter(str(folder))
+        self.close = self._writer.close
 
     def write(self, record: Record) -> None:
         """Adds the numbers of step and eval records; others are left out."""
@@ -77,10 +75,6 @@ class TensorBoard:
             values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in numbers.items()]
             summary = self._summary(value=values)
             self._writer.add_event(self._event(wall_time=record["time_s"], step=record["step"], summary=summary))
-
-    def close(self) -> None:
-        """Flushes the event file."""
-        self._writer.close()
 
 
 class WandB:
@@ -91,27 +85,68 @@ class WandB:
         import wandb
 
         self._run = wandb.init(project="sao", name=name, config=dict(config), dir=str(folder))
+        self.close = self._run.finish
 
     def write(self, record: Record) -> None:
         """Logs the numbers of step and eval records."""
         if numbers := scalars(record):
             self._run.log(numbers | {"step": record["step"]})
 
+
+class Prometheus:
+    """Serves the newest numbers at `http://127.0.0.1:PORT/metrics` while the run lasts.
+
+    Every number of the newest step and of the newest evaluation is a gauge: `step/lag/mean` is `sao_step_lag_mean`; the
+    steps themselves are `sao_step` and `sao_eval_step`. A number that the newest record lacks is not served.
+    """
+
+    def __init__(self, port: int) -> None:
+        """Raises `ImportError` where prometheus_client is not installed, `ConfigError` when the port is taken."""
+        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client.core import GaugeMetricFamily
+
+        self._gauge = GaugeMetricFamily
+        self._newest: dict[str, dict[str, float]] = {}
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        try:
+            self._server, self._thread = start_http_server(port, addr=PROMETHEUS_HOST, registry=registry)
+        except OSError as error:
+            raise ConfigError(taken(port, error)) from None
+
+    def write(self, record: Record) -> None:
+        """Keeps the numbers of step and eval records in place of the last ones of their kind."""
+        if numbers := scalars(record):
+            kind = record["kind"]
+            own_step = "sao_step" if kind == "step" else f"sao_{kind}_step"
+            named = {f"sao_{re.sub('[^a-zA-Z0-9_]', '_', key)}": value for key, value in numbers.items()}
+            self._newest = {**self._newest, kind: {own_step: float(record["step"]), **named}}
+
+    def collect(self) -> Iterable[Any]:
+        """The gauges of now, for prometheus_client; called from the server's threads."""
+        for kind, numbers in self._newest.items():
+            for name, value in numbers.items():
+                yield self._gauge(name, f"of the newest {kind}; docs/reference/metrics.md", value=value)
+
     def close(self) -> None:
-        """Ends the run there."""
-        self._run.finish()
+        """Stops serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5)
+
+
+def taken(port: int, error: OSError) -> str:
+    """The message for a port at which the numbers cannot be served."""
+    return f"telemetry.prometheus_port: {port} on {PROMETHEUS_HOST} cannot be had: {error.strerror}"
 
 
 def scalars(record: Record) -> dict[str, float]:
     """The numbers of a step or eval record as `KIND/NAME`; none of other records."""
-    if record["kind"] not in ("step", "eval") or not isinstance(record.get("step"), int):
+    kind = record["kind"]
+    if kind not in ("step", "eval") or not isinstance(record.get("step"), int):
         return {}
-    skipped = ("kind", "time_s", "step")
-    return {
-        f"{record['kind']}/{key}": float(value)
-        for key, value in record.items()
-        if key not in skipped and isinstance(value, int | float)
-    }
+    numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
+    return {f"{kind}/{key}": float(value) for key, value in numbers.items() if key not in ("time_s", "step")}
 
 
 def read(path: Path) -> list[Record]:
