@@ -41,7 +41,7 @@ class Numbers(NamedTuple):
 class Shown(NamedTuple):
     """One trajectory of a step, with the numbers of each segment (None: left out of training)."""
 
-    index: int
+    number: int
     trajectory: Trajectory
     numbers: list[Numbers | None]
 
@@ -140,7 +140,7 @@ def _overview(recorded: RecordedStep, shown: list[Shown]) -> Table:
         means = [f"{values.mean():.3f}" if values.size else "-" for values in map(item.finite, Numbers._fields)]
         versions = f"{it.min_version}..{it.max_version}"
         reward = "-" if it.reward is None else f"{it.reward:g}"
-        cells = (item.index, it.id.hex()[:8], it.task_ordinal, end, reward, kinds, it.n_tokens, it.n_actions, versions)
+        cells = (item.number, it.id.hex()[:8], it.task_ordinal, end, reward, kinds, it.n_tokens, it.n_actions, versions)
         table.add_row(*map(str, cells), *means)
     return table
 

@@ -126,8 +126,8 @@ class View:
         steps = self._config.run.steps
         done = self._recent[-1]["step"] if self._recent else 0
         elapsed, to_go = _duration(time.monotonic() - self._started_s), _duration(self._eta_s())
-        name = (f"{self._config.run.name} ", "bold")
-        title = Text.assemble(name, f"step {done}/{steps}  {elapsed} elapsed  {to_go} to go")
+        title = Text(f"{self._config.run.name} ", "bold")
+        title.append(f"step {done}/{steps}  {elapsed} elapsed  {to_go} to go", "not bold")
         if self._held_out is not None:
             title.append(f"  held-out {self._held_out:.3f}", "bold cyan")
         if not self._recent:

@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -60,7 +61,7 @@ class Monitor:
                 self.sinks.remove(sink)
                 text = f"{type(sink).__name__}: {error}; it gets no more records"
                 failed = record("event", {"level": "warning", "text": text})
-                self._with_view(lambda view, failed=failed: view.write(failed))
+                self._with_view(partial(View.write, record=failed))
 
     def _with_view(self, act: Callable[[View], None]) -> None:
         """The terminal may be closed, or the reader of a pipe gone: then nobody watches, and the run goes on."""
