@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from sao.algorithms.baselines import RewardWindows, group_advantages
+from sao.algorithms.baselines import group_advantages, window_advantages
 from sao.errors import ValidationError
 
 
@@ -15,6 +15,17 @@ def floats(*numbers):
 
 def ints(*numbers):
     return np.array(numbers, dtype=np.int64)
+
+
+class Windows:
+    """The windows of one run, batch after batch."""
+
+    def __init__(self, *sizes):
+        self.sizes, self.state = sizes, {"all": [], "tasks": []}
+
+    def advantages(self, rewards, tasks):
+        found, self.state = window_advantages(rewards, tasks, self.state, *self.sizes)
+        return found
 
 
 def test_a_group_is_normalised_by_its_own_mean_and_deviation():
@@ -41,7 +52,7 @@ def test_a_group_that_is_not_whole_is_refused(groups):
 
 
 def test_the_window_over_all_tasks_holds_the_last_rewards_before_the_batch():
-    windows = RewardWindows(3)
+    windows = Windows(3)
     tasks = ints(0, 1)
     assert windows.advantages(floats(1, 0), tasks).tolist() == [0.5, -0.5]  # nothing before: the batch's own mean
     assert windows.advantages(floats(1, 1), tasks).tolist() == [0.5, 0.5]  # of 1, 0
@@ -49,7 +60,7 @@ def test_the_window_over_all_tasks_holds_the_last_rewards_before_the_batch():
 
 
 def test_a_rewards_place_in_the_batch_does_not_matter():
-    one, other = RewardWindows(8, 4), RewardWindows(8, 4)
+    one, other = Windows(8, 4), Windows(8, 4)
     for windows in (one, other):
         windows.advantages(floats(1, 0, 0), ints(0, 1, 2))
     rewards, tasks, order = floats(3, 5, 7), ints(2, 2, 0), [2, 0, 1]
@@ -58,18 +69,18 @@ def test_a_rewards_place_in_the_batch_does_not_matter():
 
 
 def test_the_window_of_a_task_holds_its_own_last_rewards():
-    windows = RewardWindows(128, 2)
+    windows = Windows(128, 2)
     windows.advantages(floats(1, 0, 0), ints(0, 1, 1))
     assert windows.advantages(floats(1, 1), ints(0, 1)).tolist() == [0, 1]
     assert windows.advantages(floats(5, 5, 5), ints(0, 1, 2)).tolist() == pytest.approx([4, 4.5, 5 - 3 / 5])
 
 
 def test_windows_survive_a_checkpoint():
-    windows = RewardWindows(5, 2)
+    windows = Windows(5, 2)
     rng = np.random.default_rng(0)
     for _ in range(4):
         windows.advantages(rng.random(6), rng.integers(0, 3, 6))
-    again = RewardWindows(5, 2)
+    again = Windows(5, 2)
     again.state = json.loads(json.dumps(windows.state))
     rewards, tasks = rng.random(6), rng.integers(0, 5, 6)
     assert again.advantages(rewards, tasks).tolist() == windows.advantages(rewards, tasks).tolist()

@@ -186,7 +186,7 @@ def test_ppo_divides_by_the_policy_of_the_steps_start_when_it_is_given():
     given = {"logprobs": t(-1.5), "rollout_logprobs": t(-1.0), "advantages": t(1.0), "eps_low": 0.9, "eps_high": 9.0}
     assert float(-ppo_loss(**given).total) == pytest.approx(0.606531, abs=1e-6)
     old = t(-1.2).requires_grad_()
-    parts = ppo_loss(**given, old_logprobs=old)
+    parts = ppo_loss(**given | {"rollout_logprobs": old})
     assert float(-parts.total) == pytest.approx(0.740818, abs=1e-6)
     assert not parts.total.requires_grad  # nothing flows into the old policy
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sao.algorithms.advantage import whiten
-from sao.algorithms.value import clipped_value_loss, explained_variance, value_loss, value_moments
+from sao.algorithms.value import explained_variance, value_loss, value_moments
 
 F64 = torch.float64
 MASK = torch.tensor([1, 1, 0, 0, 1, 1], dtype=torch.bool)
@@ -27,7 +27,7 @@ def test_clipped_error_of_the_worked_example():
     old = torch.tensor([0.5, 0.6, math.nan, 9, 0.4, 0.7], dtype=F64)
     values = torch.tensor([0.8, 0.65, math.inf, -9, 0.1, 0.95], dtype=F64, requires_grad=True)
     targets = torch.tensor([1, 1, 1e30, math.nan, 1, 1], dtype=F64)
-    parts = clipped_value_loss(values=values, old_values=old, targets=targets, clip=0.2, mask=MASK)
+    parts = value_loss(values=values, old_values=old, targets=targets, clip=0.2, mask=MASK)
     parts.total.backward()
     assert float(parts.total) == pytest.approx(0.09 + 0.1225 + 0.81 + 0.01, abs=1e-12)
     assert (int(parts.count), int(parts.clipped)) == (4, 3)

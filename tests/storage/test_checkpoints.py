@@ -62,7 +62,7 @@ def saved(folder: Path, step: int, content: bytes = b"x", kept: int = 9) -> Path
 def test_what_is_written_is_read_and_retention_keeps_the_newest(tmp_path):
     for step in (1, 2, 10):
         saved(tmp_path, step, kept=2)
-    assert checkpoints.steps(tmp_path) == [10, 2]
+    assert list(checkpoints.steps(tmp_path)) == [10, 2]
     found, ignored = newest(tmp_path)
     assert (found.step, found.version, ignored) == (10, 10, []) and found.state == tmp_path / "step-10" / "state"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-2"]

@@ -85,7 +85,7 @@ def advantages(
     as_torch = type(values).__module__.partition(".")[0] == "torch"
     out, targets, lambdas = _core.advantages(
         _array("values", values, np.float32),
-        _mask(action_mask),
+        _array("action_mask", action_mask, np.bool_),
         _array("segment_offsets", segment_offsets, np.int64),
         _array("trajectory_offsets", trajectory_offsets, np.int64),
         _array("rewards", rewards, np.float32),
@@ -96,9 +96,8 @@ def advantages(
         cross_segment=cross_segment,
         skip_observations=skip_observations,
         bootstrap=None if bootstrap is None else _array("bootstrap", bootstrap, np.float32),
-        turn_rewards=None
-        if turn_rewards is None
-        else (
+        turn_rewards=turn_rewards
+        and (
             _array("turn_rewards[0]", turn_rewards[0], np.int64),
             _array("turn_rewards[1]", turn_rewards[1], np.float32),
         ),
@@ -125,7 +124,11 @@ def whiten(advantages: npt.NDArray[np.float32], action_mask: npt.NDArray[np.bool
     return out
 
 
-def _plain(name: str, value: Any) -> npt.NDArray[Any]:
+# Kinds of dtypes that may be taken as each type.
+_KINDS: dict[type[np.generic], str] = {np.bool_: "biu", np.int64: "iu", np.float32: "fiu"}
+
+
+def _array(name: str, value: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:
     """A 1-D array; a tensor on another device is refused rather than copied behind the caller's back."""
     if type(value).__module__.partition(".")[0] == "torch":
         if value.device.type != "cpu":
@@ -135,19 +138,6 @@ def _plain(name: str, value: Any) -> npt.NDArray[Any]:
     array = np.asarray(value)
     if array.ndim != 1:
         raise TypeError(f"{name}: expected 1 dimension, got shape {array.shape}")
-    return array
-
-
-def _array(name: str, value: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:
-    array = _plain(name, value)
-    kinds = "iu" if dtype is np.int64 else "fiu"
-    if array.dtype.kind not in kinds and array.size:
+    if array.dtype.kind not in _KINDS[dtype] and array.size:
         raise TypeError(f"{name}: {array.dtype} cannot be taken as {np.dtype(dtype)}")
     return np.ascontiguousarray(array, dtype)
-
-
-def _mask(value: Any) -> npt.NDArray[Any]:
-    array = _plain("action_mask", value)
-    if array.dtype.kind not in "biu" and array.size:
-        raise TypeError(f"action_mask: expected bool or integers, got {array.dtype}")
-    return np.ascontiguousarray(array != 0 if array.dtype.kind != "b" else array, np.bool_)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -34,38 +33,26 @@ def group_advantages(rewards: NDArray[np.float64], groups: NDArray[np.int64], gr
     return distance / (deviation[group] + EPSILON)
 
 
-class RewardWindows:
-    """Running means of the last rewards, of all tasks and (if `task_window` is not 0) of each task.
+def window_advantages(
+    rewards: NDArray[np.float64], tasks: NDArray[np.int64], state: dict[str, Any], window: int, task_window: int = 0
+) -> tuple[NDArray[np.float64], dict[str, Any]]:
+    """Rewards over running means of the last rewards, of all tasks or (if `task_window` is not 0) of each task.
 
         A = R - mean(last 128 rewards)                          SAO (arXiv 2607.07508), section 4.5
         A = R - mean(last 8 rewards of the same task)           section 4.3
+
+    rewards float64[t], tasks int64[t] of a batch -> advantages float64[t], and the windows with the rewards, as JSON
+    can hold them; before the first batch `state` is `{"all": [], "tasks": []}`.
 
     A reward never enters its own baseline: the means are those before the batch, so they do not depend on the order
     inside it. A task that was never seen takes the window over all tasks; while that is empty, before the first batch,
     the mean of the batch takes its place.
     """
-
-    def __init__(self, window: int, task_window: int = 0) -> None:
-        self.window, self.task_window = window, task_window
-        self._all: deque[float] = deque(maxlen=window)
-        self._tasks: dict[int, deque[float]] = {}
-
-    def advantages(self, rewards: NDArray[np.float64], tasks: NDArray[np.int64]) -> NDArray[np.float64]:
-        """rewards float64[t] of a batch, tasks int64[t] -> advantages float64[t]; then the rewards join the windows."""
-        common = float(np.mean(self._all if self._all else rewards))
-        baselines = [np.mean(self._tasks[task]) if task in self._tasks else common for task in tasks.tolist()]
+    every, of_task = state["all"], dict(state["tasks"])
+    common = float(np.mean(every or rewards))
+    baselines = [np.mean(of_task[task]) if task in of_task else common for task in tasks.tolist()]
+    if task_window:
         for reward, task in zip(rewards.tolist(), tasks.tolist(), strict=True):
-            self._all.append(reward)
-            if self.task_window:
-                self._tasks.setdefault(task, deque(maxlen=self.task_window)).append(reward)
-        return rewards - np.array(baselines)
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold, as plain lists: the windows, and `[task, rewards]` of each task."""
-        return {"all": list(self._all), "tasks": [[task, list(rewards)] for task, rewards in self._tasks.items()]}
-
-    @state.setter
-    def state(self, value: dict[str, Any]) -> None:
-        self._all = deque(value["all"], maxlen=self.window)
-        self._tasks = {task: deque(rewards, maxlen=self.task_window) for task, rewards in value["tasks"]}
+            of_task[task] = [*of_task.get(task, ()), reward][-task_window:]
+    state = {"all": [*every, *rewards.tolist()][-window:], "tasks": [list(item) for item in of_task.items()]}
+    return rewards - np.array(baselines), state

@@ -19,6 +19,7 @@ The ratio is r_t = exp(log pi_theta(a_t | s_t) - log pi_rollout(a_t | s_t)). The
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -51,23 +52,48 @@ def dis_weights(*, logprobs: Tensor, rollout_logprobs: Tensor, eps_low: float, e
 
     The band is open: at 0.3/5.0 it is (0.7, 6.0), ratio 0.69 has weight 0, 0.71 has 0.71, 5.99 has 5.99, 6.01 has 0.
     """
-    with torch.no_grad():
-        ratio = log_ratio(logprobs=logprobs, rollout_logprobs=rollout_logprobs).exp()
-        inside = (ratio > 1.0 - eps_low) & (ratio < 1.0 + eps_high)
-        return torch.where(inside, ratio, torch.zeros_like(ratio))
+    ratios = log_ratio(logprobs=logprobs, rollout_logprobs=rollout_logprobs).exp().detach()
+    return ratios * _inside(ratios, eps_low, eps_high)
 
 
-def dis_loss(
-    *,
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    advantages: Tensor,
-    eps_low: float,
-    eps_high: float,
-    mask: Tensor | None = None,
-    stale: Tensor | None = None,
-    token_weights: Tensor | None = None,
-) -> LossSums:
+def _inside(ratios: Tensor, eps_low: float, eps_high: float) -> Tensor:
+    return (ratios > 1.0 - eps_low) & (ratios < 1.0 + eps_high)
+
+
+Terms = tuple[Tensor, Tensor]
+"""The objective of tokens that are fresh and not left out, and bool[n]: which of the n fresh ones have a gradient."""
+
+
+class _PolicyLoss:
+    """A policy loss, with the arguments that the module lists; made of its `Terms` over the fresh tokens."""
+
+    def __init__(self, terms: Callable[[Tensor, Tensor, Tensor, float, float], Terms]) -> None:
+        self._terms, self.__doc__ = terms, terms.__doc__
+
+    def __call__(
+        self,
+        *,
+        logprobs: Tensor,
+        rollout_logprobs: Tensor,
+        advantages: Tensor,
+        eps_low: float,
+        eps_high: float,
+        mask: Tensor | None = None,
+        stale: Tensor | None = None,
+        token_weights: Tensor | None = None,
+    ) -> LossSums:
+        mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
+        fresh = mask if stale is None else mask & ~stale
+        chosen, credit = wide(logprobs[fresh]), advantages[fresh].detach()
+        if token_weights is not None:
+            credit = credit * token_weights[fresh]
+        ratios = log_ratio(logprobs=chosen, rollout_logprobs=rollout_logprobs[fresh].detach()).exp()
+        objective, kept = self._terms(chosen, ratios, credit, eps_low, eps_high)
+        return LossSums(-objective.sum(), mask.sum(), kept.sum())
+
+
+@_PolicyLoss
+def dis_loss(logprobs: Tensor, ratios: Tensor, advantages: Tensor, eps_low: float, eps_high: float) -> Terms:
     """Direct double-sided importance sampling: the loss of SAO (arXiv 2607.07508, section 3.1, equations 1-3).
 
         L(theta) = E_t[ f(r_t) * A_t * log pi_theta(a_t | s_t) ]                    maximised      (1)
@@ -78,62 +104,29 @@ def dis_loss(
     outside the band has weight and gradient 0 whatever the sign of A; it is not clamped to the band's edge, and it
     stays in the denominator, the advantage and the value loss.
     """
-    mask, fresh = _masks(logprobs, mask, stale)
-    chosen = wide(logprobs[fresh])
-    weights = dis_weights(
-        logprobs=chosen.detach(), rollout_logprobs=rollout_logprobs[fresh], eps_low=eps_low, eps_high=eps_high
-    )
-    kept = weights != 0
-    factor = weights[kept] * advantages[fresh][kept].detach()
-    if token_weights is not None:
-        factor = factor * token_weights[fresh][kept]
-    return LossSums(-(factor * chosen[kept]).sum(), mask.sum(), kept.sum())
+    inside = _inside(ratios, eps_low, eps_high)
+    return ratios[inside].detach() * advantages[inside] * logprobs[inside], inside
 
 
-def ppo_loss(
-    *,
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    advantages: Tensor,
-    eps_low: float,
-    eps_high: float,
-    mask: Tensor | None = None,
-    stale: Tensor | None = None,
-    token_weights: Tensor | None = None,
-    old_logprobs: Tensor | None = None,
-) -> LossSums:
+@_PolicyLoss
+def ppo_loss(logprobs: Tensor, ratios: Tensor, advantages: Tensor, eps_low: float, eps_high: float) -> Terms:
     """The clipped loss of PPO (arXiv 1707.06347, equation 7); `kept` counts tokens on the branch with a gradient.
 
         L(theta) = E_t[ min( r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t ) ]  maximised
         r_t      = pi_theta(a_t | s_t) / pi_old(a_t | s_t)
 
-    pi_old is the rollout's policy, or with old_logprobs that of the start of the step, as in most synchronous trainers;
-    the rollout's is then not read. With the latter r is 1 in the first of several updates, however old a rollout is:
-    the clip bounds what the step does, not what asynchrony has done. It clips one side for each sign of A.
+    pi_old is the policy that `rollout_logprobs` are of: the rollout's, or that of the start of the step, as in most
+    synchronous trainers. With the latter r is 1 in the first of several updates, however old a rollout is: the clip
+    bounds what the step does, not what asynchrony has done. It clips one side for each sign of A.
     """
-    mask, fresh = _masks(logprobs, mask, stale)
-    old = rollout_logprobs if old_logprobs is None else old_logprobs.detach()
-    ratio = log_ratio(logprobs=logprobs[fresh], rollout_logprobs=old[fresh]).exp()
-    advantage = advantages[fresh].detach().to(ratio.dtype)
-    plain, clipped = ratio * advantage, ratio.clamp(1.0 - eps_low, 1.0 + eps_high) * advantage
-    objective = torch.minimum(plain, clipped)
-    if token_weights is not None:
-        objective = objective * token_weights[fresh]
-    inside = (ratio >= 1.0 - eps_low) & (ratio <= 1.0 + eps_high)
-    return LossSums(-objective.sum(), mask.sum(), (inside | (plain < clipped)).sum())
+    advantages = advantages.to(ratios.dtype)
+    plain, clipped = ratios * advantages, ratios.clamp(1.0 - eps_low, 1.0 + eps_high) * advantages
+    inside = (ratios >= 1.0 - eps_low) & (ratios <= 1.0 + eps_high)
+    return torch.minimum(plain, clipped), inside | (plain < clipped)
 
 
-def tis_loss(
-    *,
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    advantages: Tensor,
-    eps_low: float,
-    eps_high: float,
-    mask: Tensor | None = None,
-    stale: Tensor | None = None,
-    token_weights: Tensor | None = None,
-) -> LossSums:
+@_PolicyLoss
+def tis_loss(logprobs: Tensor, ratios: Tensor, advantages: Tensor, eps_low: float, eps_high: float) -> Terms:
     """Truncated importance sampling: corrected for up to a limit, and no token is left out; `eps_low` is not used.
 
         L(theta) = E_t[ min(r_t, 1 + eps_high) * A_t * log pi_theta(a_t | s_t) ]    maximised
@@ -142,13 +135,7 @@ def tis_loss(
     it. At eps_high = 1: ratio 0.01 has weight 0.01, 1.5 has 1.5, 8 has 2. (Ionides 2008; for language models "Your
     efficient RL framework secretly brings you off-policy RL training", 2025.)
     """
-    mask, fresh = _masks(logprobs, mask, stale)
-    chosen = wide(logprobs[fresh])
-    ratio = log_ratio(logprobs=chosen.detach(), rollout_logprobs=rollout_logprobs[fresh]).exp()
-    factor = ratio.clamp(max=1.0 + eps_high) * advantages[fresh].detach()
-    if token_weights is not None:
-        factor = factor * token_weights[fresh]
-    return LossSums(-(factor * chosen).sum(), mask.sum(), fresh.sum())
+    return ratios.detach().clamp(max=1.0 + eps_high) * advantages * logprobs, torch.ones_like(ratios, dtype=torch.bool)
 
 
 def positive_loss(*, logprobs: Tensor, positive: Tensor) -> LossSums:
@@ -168,9 +155,3 @@ def positive_loss(*, logprobs: Tensor, positive: Tensor) -> LossSums:
 def wide(tensor: Tensor) -> Tensor:
     """The tensor in float32, or in float64 if it is that already."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def _masks(logprobs: Tensor, mask: Tensor | None, stale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Action tokens, and those of them that are not stale."""
-    mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
-    return mask, mask if stale is None else mask & ~stale

@@ -3,7 +3,7 @@
     L_VF = E_t[ (V(s_t) - target_t)^2 ],   target_t = A_t(lambda_critic) + V(s_t)
     EV   = 1 - Var(R - V) / Var(R)
 
-or, with `clipped_value_loss` (the implementation of VAPO and others, V_old frozen before the first update of the step):
+or, with old values (the implementation of VAPO and others, V_old frozen before the first update of the step):
 
     L_VF = E_t[ max( (V - target)^2, (clip(V, V_old - c, V_old + c) - target)^2 ) ]
 
@@ -23,8 +23,8 @@ from sao.algorithms.policy_loss import wide
 
 @dataclass(frozen=True, slots=True)
 class ValueSums:
-    """Sum of squared errors (0-d, differentiable), number of action tokens (0-d int64), and with a clip the number of
-    those whose value has left V_old +- clip.
+    """Sum of squared errors (0-d, differentiable), number of action tokens (0-d int64), and with old values the number
+    of those whose value has left V_old +- clip.
     """
 
     total: Tensor
@@ -32,31 +32,28 @@ class ValueSums:
     clipped: Tensor | None = None
 
 
-def value_loss(*, values: Tensor, targets: Tensor, mask: Tensor | None = None) -> ValueSums:
-    """Sum of (V - target)^2 over the tokens of `mask` (bool; default: all) in float32 or better, and their number.
-
-    What values and targets hold outside the mask is never read.
-    """
-    mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
-    chosen = wide(values[mask])
-    error = chosen - targets[mask].detach().to(chosen.dtype)
-    return ValueSums((error * error).sum(), mask.sum())
-
-
-def clipped_value_loss(
-    *, values: Tensor, old_values: Tensor, targets: Tensor, clip: float, mask: Tensor | None = None
+def value_loss(
+    *,
+    values: Tensor,
+    targets: Tensor,
+    old_values: Tensor | None = None,
+    clip: float = 0.0,
+    mask: Tensor | None = None,
 ) -> ValueSums:
-    """Sum of the larger of two squared errors, of V and of V held within `clip` of `old_values`; see `value_loss`.
+    """Sum of squared errors over the tokens of `mask` (bool; default: all) in float32 or better.
 
-    `old_values` are those from before the step's first update, not a prediction of the same network now. There is no
-    gradient where the held value has the larger error.
+    What values and targets hold outside the mask is never read. `old_values`: those from before the step's first
+    update, not a prediction of the same network now; there is no gradient where the held value has the larger error.
     """
     mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     chosen = wide(values[mask])
-    old, target = (tensor[mask].detach().to(chosen.dtype) for tensor in (old_values, targets))
-    held = chosen.clamp(min=old - clip, max=old + clip)
-    losses = torch.maximum((chosen - target).square(), (held - target).square())
-    return ValueSums(losses.sum(), mask.sum(), ((chosen.detach() - old).abs() > clip).sum())
+    target = targets[mask].detach().to(chosen.dtype)
+    losses, clipped = (chosen - target).square(), None
+    if old_values is not None:
+        old = old_values[mask].detach().to(chosen.dtype)
+        losses = torch.maximum(losses, (chosen.clamp(min=old - clip, max=old + clip) - target).square())
+        clipped = ((chosen.detach() - old).abs() > clip).sum()
+    return ValueSums(losses.sum(), mask.sum(), clipped)
 
 
 def value_moments(*, values: Tensor, returns: Tensor, mask: Tensor | None = None) -> Tensor:

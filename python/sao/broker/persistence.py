@@ -184,7 +184,7 @@ class Persistence:
             failpoint("ledger.synced")
         if self.ledger.full:
             # A run may be resumed after any checkpoint, whose own step must be listed then, and all later ones.
-            steps = checkpoints.steps(self._checkpoints) if self._checkpoints else []
+            steps = checkpoints.steps(self._checkpoints) if self._checkpoints else {}
             self._roll(max(0, min(steps, default=0) - 1))
 
     def _roll(self, upto: int) -> None:

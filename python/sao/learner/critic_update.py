@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from sao.algorithms.advantage import advantages as estimate_advantages
-from sao.algorithms.value import clipped_value_loss, explained_variance, value_loss, value_moments
+from sao.algorithms.value import explained_variance, value_loss, value_moments
 from sao.config import Config
 from sao.learner.model import load_critic
 from sao.learner.optim import Optimizer
@@ -76,12 +76,9 @@ class CriticUpdate:
         totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)  # loss, values outside of the clip
         seen = torch.zeros(len(targets), dtype=torch.float32, device=self.world.device)
         for part in work.micro:
-            values, target = self.model(part, part.state_rows, part.state_columns), targets[part.flat]
-            if learner.value_loss == "mse" or old is None:
-                loss = value_loss(values=values, targets=target)
-            else:
-                before = old[part.flat]
-                loss = clipped_value_loss(values=values, old_values=before, targets=target, clip=learner.value_clip)
+            values = self.model(part, part.state_rows, part.state_columns)
+            before = None if old is None or learner.value_loss == "mse" else old[part.flat]
+            loss = value_loss(values=values, targets=targets[part.flat], old_values=before, clip=learner.value_clip)
             loss.total.backward()
             totals[0] += loss.total.detach()
             if loss.clipped is not None:

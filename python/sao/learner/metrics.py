@@ -1,28 +1,5 @@
 """Numbers that a step reports, all true values of the global batch: sums, counts and maxima are added up over
-micro-batches and ranks, and divided once.
-
-| name | meaning |
-| --- | --- |
-| `loss/policy`, `loss/critic_K` | policy loss; value loss of critic pass K (from 1), before that pass's update |
-| `policy/ratio_mean`, `policy/ratio_max` | exp(current - rollout log-prob) over tokens that are not too old |
-| `policy/masked_low`, `policy/masked_high`, `policy/stale` | shares of action tokens: below, above the band; too old |
-| `policy/entropy`, `policy/kl` | nats per token; KL(rollout, current) as mean of r - 1 - log r |
-| `policy/grad_norm`, `policy/lr`, `critic/grad_norm_K`, `critic/lr` | norm of the mean gradient before clipping; rate |
-| `critic/explained_variance` | 1 - Var(target - V) / Var(target), V before this step's passes; absent if undefined |
-| `critic/value_mean` | mean V at action tokens |
-| `logprob_gap/mean`, `logprob_gap/max` | abs(current - rollout) at tokens of lag 0; absent if there are none |
-| `loss/policy_K`, `policy/grad_norm_K`, `loss/positive` | of policy pass K (from 2); likelihood loss of successes |
-| `critic/clipped_K` | share of values that have left the clip of `value_loss = clipped` |
-| `advantage/mean`, `advantage/std`, `lambda/mean` | over action tokens; over trajectories |
-| `reward/mean`, `reward/success` | over trajectories; share that reaches `env.success_reward` |
-| `rollout/tokens`, `rollout/actions`, `rollout/turns`, `rollout/segments` | means per trajectory |
-| `rollout/compactions`, `rollout/summary_tokens` | mean per trajectory; mean length of a summary of the policy |
-| `rollout/truncated`, `rollout/timed_out` | shares: ended by a limit; of these by the wall clock |
-| `rollout/drift` | mean per rollout of an agent: calls that encoding their text would have made other ids of |
-| `rollout/actions_max`, `lag/mean`, `lag/max` | longest; policy versions behind, over action tokens |
-| `tokens/action`, `tokens/trained`, `tokens/masked` | action tokens of the batch; with, without gradient |
-| `time/CAUSE_s`, `time/idle_share` | seconds by cause; share of the step spent waiting for a batch |
-| `step/skipped`, `step/skipped_total`, `step/version` | 1 if skipped; so far; policy version after the step |
+micro-batches and ranks, and divided once. `docs/reference/metrics.md` says what each name means.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ A token older than `max_lag` has no policy gradient but stays in the denominator
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from sao.learner.optim import Optimizer
 from sao.learner.work import Work
 from sao.learner.world import World
 
-LOSSES: dict[str, Any] = {"dis": dis_loss, "ppo": ppo_loss, "tis": tis_loss}
+LOSSES = {"dis": dis_loss, "ppo": ppo_loss, "tis": tis_loss}
 
 log = logging.getLogger(__name__)
 
@@ -90,12 +89,11 @@ class PolicyUpdate:
                 logprobs, entropies = self._score(part, fresh)
                 loss = LOSSES[algorithm.policy_loss](
                     logprobs=logprobs,
-                    rollout_logprobs=rollout,
+                    rollout_logprobs=rollout if old is None else old[index],
                     advantages=advantages[flat],
                     eps_low=algorithm.eps_low,
                     eps_high=algorithm.eps_high,
                     token_weights=None if token_weights is None else token_weights[flat],
-                    **({} if old is None else {"old_logprobs": old[index]}),
                 )
                 total = loss.total
                 if positive is not None:

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from sao.algorithms.advantage import whiten
-from sao.algorithms.baselines import RewardWindows, group_advantages
+from sao.algorithms.baselines import group_advantages, window_advantages
 from sao.config import Config
 from sao.errors import LearnerError
 from sao.learner.attention import SDPA, choose
@@ -90,8 +90,7 @@ class Learner:
         self.optimizers = {name: update.optimizer for name, update in updates.items() if update is not None}
         self._vocabulary = min(model.vocabulary for model in models)
         self._linear_cost = linear_cost(models[-1])
-        task_window = algorithm.prompt_window if algorithm.estimator == "prompt_mean" else 0
-        self._windows = RewardWindows(algorithm.baseline_window, task_window)
+        self.baseline_state: dict[str, Any] = {"all": [], "tasks": []}  # of an estimator without a critic
         self.version = 0
         self.steps = 0
         self.skipped_total = 0
@@ -108,15 +107,6 @@ class Learner:
     def value_moments(self) -> torch.Tensor:
         """`algorithms.value.value_moments` of the last batch, before it was trained on; zeros without a critic."""
         return torch.zeros(5) if self._critic_update is None else self._critic_update.moments
-
-    @property
-    def baseline_state(self) -> dict[str, Any]:
-        """The rewards that an estimator without a critic remembers, as plain JSON."""
-        return self._windows.state
-
-    @baseline_state.setter
-    def baseline_state(self, value: dict[str, Any]) -> None:
-        self._windows.state = value
 
     def step(self, trajectories: Sequence[Trajectory]) -> StepResult:
         """Trains on a batch: rollouts in any order, the same on every rank.
@@ -195,7 +185,9 @@ class Learner:
             found = group_advantages(rewards, batch.ordinals // algorithm.group_size, algorithm.group_size)
         else:
             tasks = np.array([self.config.prompt_of(int(ordinal)) for ordinal in batch.ordinals], dtype=np.int64)
-            found = self._windows.advantages(rewards, tasks)
+            window, of_task = algorithm.baseline_window, algorithm.prompt_window
+            of_task = of_task if algorithm.estimator == "prompt_mean" else 0
+            found, self.baseline_state = window_advantages(rewards, tasks, self.baseline_state, window, of_task)
         return np.where(batch.action_mask, found[batch.trajectory_of_token], 0.0).astype(np.float32)
 
     def _publish(self) -> WeightsRef | None:

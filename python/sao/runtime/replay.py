@@ -54,8 +54,9 @@ def _origin(run_folder: Path, step: int) -> tuple[Checkpoint | None, int]:
     while first - 1 in recorded:
         first -= 1
     saved = checkpoints.steps(run_folder / "checkpoints")
-    for number in (saved for saved in saved if first - 1 <= saved < step):
-        return checkpoints.verify(run_folder / "checkpoints" / f"step-{number}"), number + 1
+    for number, folder in saved.items():
+        if first - 1 <= number < step:
+            return checkpoints.verify(folder), number + 1
     if first == 1:
         return None, 1
     raise ConfigError(

@@ -12,11 +12,11 @@ This file knows folders, not tensors; `sao.learner.checkpoint` knows what is in 
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
 import os
 import re
 import shutil
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,38 +38,30 @@ class Ordinals:
     """A set of task ordinals as sorted runs: as large as it has gaps, however many tasks were trained."""
 
     def __init__(self, runs: Iterable[Sequence[int]] = ()) -> None:
-        """`runs`: (first, one past the last), as `runs` gives them. Raises `CheckpointError` for anything else."""
-        self._runs = [list(run) for run in runs]
-        flat = [number for run in self._runs for number in run]
-        plain = all(type(number) is int for number in flat) and all(len(run) == 2 for run in self._runs)
+        """`runs`: disjoint, in order, (first, one past the last) each. Raises `CheckpointError` for anything else."""
+        self.runs = [list(run) for run in runs]
+        flat = [number for run in self.runs for number in run]
+        plain = all(type(number) is int for number in flat) and all(len(run) == 2 for run in self.runs)
         if not plain or any(a >= b for a, b in pairwise(flat)) or min(flat, default=0) < 0:
-            raise CheckpointError(f"trained: {self._runs!r} are no runs of ordinals")
-
-    @property
-    def runs(self) -> list[list[int]]:
-        """Disjoint runs in order."""
-        return [list(run) for run in self._runs]
+            raise CheckpointError(f"trained: {self.runs!r} are no runs of ordinals")
 
     def __len__(self) -> int:
-        return sum(stop - start for start, stop in self._runs)
+        return sum(stop - start for start, stop in self.runs)
 
     def __contains__(self, ordinal: int) -> bool:
-        at = bisect_right(self._runs, ordinal, key=lambda run: run[0]) - 1
-        return at >= 0 and ordinal < self._runs[at][1]
+        return any(start <= ordinal < stop for start, stop in self.runs)
 
     def add(self, ordinals: Iterable[int]) -> None:
         """Adds tasks that were just trained. Raises `LedgerError` if one of them was trained before."""
-        for ordinal in ordinals:
-            if ordinal in self:
-                raise LedgerError(f"task {ordinal} was trained before; no task may be trained twice")
-            at = bisect_right(self._runs, ordinal, key=lambda run: run[0])
-            if at and self._runs[at - 1][1] == ordinal:
-                self._runs[at - 1][1] += 1
-                at -= 1
+        runs: list[list[int]] = []  # `runs` as they were stay whole: a checkpoint may still be writing them
+        for start, stop in heapq.merge(self.runs, ([ordinal, ordinal + 1] for ordinal in sorted(ordinals))):
+            if runs and start < runs[-1][1]:
+                raise LedgerError(f"task {start} was trained before; no task may be trained twice")
+            if runs and start == runs[-1][1]:
+                runs[-1][1] = stop
             else:
-                self._runs.insert(at, [ordinal, ordinal + 1])
-            if at + 1 < len(self._runs) and self._runs[at][1] == self._runs[at + 1][0]:
-                self._runs[at][1] = self._runs.pop(at + 1)[1]
+                runs.append([start, stop])
+        self.runs = runs
 
 
 @dataclass(frozen=True)
@@ -105,28 +97,21 @@ class Draft:
         until the new one has its name, the old one is either under its own or found again by `tidy`. Raises `OSError`;
         the caller then abandons the draft.
         """
-        names = sorted(path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file())
-        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            digests = list(pool.map(lambda name: _digest(self.folder / name, sync=True), names))
-        files = {
-            name: {"bytes": (self.folder / name).stat().st_size, "blake2b": digest}
-            for name, digest in zip(names, digests, strict=True)
-        }
-        manifest = {"format": FORMAT, "step": self.step, **metadata, "files": files}
+        manifest = {"format": FORMAT, "step": self.step, **metadata, "files": _files(self.folder)}
         manifest["digest"] = _manifest_digest(manifest)
-        _write(self.folder / MANIFEST, json.dumps(manifest, indent=1).encode())
-        for folder in [*(path for path in self.folder.rglob("*") if path.is_dir()), self.folder]:
-            _sync_folder(folder)
+        (self.folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        for path in [*self.folder.rglob("*"), self.folder]:
+            _sync(path)
         failpoint("save.manifest")
         old = self.target.with_name(f".{self.target.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         if self.target.exists():
             self.target.rename(old)
         self.folder.rename(self.target)
-        _sync_folder(self.target.parent)
+        _sync(self.target.parent)
         failpoint("save.visible")
         shutil.rmtree(old, ignore_errors=True)
-        for step, path in _found(self.target.parent)[kept:]:
+        for step, path in list(steps(self.target.parent).items())[kept:]:
             if step != self.step:
                 _remove(path)
         return self.target
@@ -158,19 +143,15 @@ def read(path: Path) -> Checkpoint:
 def verify(path: Path) -> Checkpoint:
     """`read`, and checks that the folder is exactly what the manifest says. Raises `CheckpointError`."""
     checkpoint = read(path)
-    present = {item.relative_to(path).as_posix() for item in path.rglob("*") if item.is_file()} - {MANIFEST}
-    listed: dict[str, dict[str, Any]] = checkpoint.manifest["files"]
-    for name in sorted(present ^ listed.keys()):
-        fault = "listed in the manifest, not there" if name in listed else "not listed in the manifest"
-        raise CheckpointError(f"{path / name}: {fault}")
-    for name, entry in listed.items():
-        size = (path / name).stat().st_size
-        if size != entry["bytes"]:
-            raise CheckpointError(f"{path / name}: {size} bytes, expected {entry['bytes']}")
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        digests = list(pool.map(lambda name: _digest(path / name), listed))
-    for (name, entry), digest in zip(listed.items(), digests, strict=True):
-        if digest != entry["blake2b"]:
+    found, listed = _files(path), checkpoint.manifest["files"]
+    for name in sorted(found.keys() | listed.keys()):
+        if name not in found:
+            raise CheckpointError(f"{path / name}: listed in the manifest, not there")
+        if name not in listed:
+            raise CheckpointError(f"{path / name}: not listed in the manifest")
+        if found[name]["bytes"] != listed[name]["bytes"]:
+            raise CheckpointError(f"{path / name}: {found[name]['bytes']} bytes, expected {listed[name]['bytes']}")
+        if found[name] != listed[name]:
             raise CheckpointError(f"{path / name}: its checksum differs from the manifest's")
     return checkpoint
 
@@ -183,7 +164,7 @@ def newest(
     `accept` may refuse a complete one by raising `CheckpointError`.
     """
     ignored: list[tuple[Path, str]] = []
-    for step, path in _found(checkpoints):
+    for step, path in steps(checkpoints).items():
         try:
             checkpoint = verify(path)
             if checkpoint.step != step:
@@ -202,7 +183,7 @@ def tidy(checkpoints: Path) -> list[str]:
     A save that was cut off is removed; a checkpoint that was about to be replaced gets its name back.
     """
     found = []
-    for path in sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []:
+    for path in sorted(checkpoints.glob(".*")):
         match = _REST.fullmatch(path.name)
         if match is None:
             continue
@@ -225,14 +206,10 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
-def steps(checkpoints: Path) -> list[int]:
+def steps(checkpoints: Path) -> dict[int, Path]:
     """Steps of which there is a folder, complete or not, newest first."""
-    return [step for step, _ in _found(checkpoints)]
-
-
-def _found(checkpoints: Path) -> list[tuple[int, Path]]:
-    paths = checkpoints.iterdir() if checkpoints.is_dir() else ()
-    return sorted(((int(match[1]), path) for path in paths if (match := _NAME.fullmatch(path.name))), reverse=True)
+    found = {int(match[1]): path for path in checkpoints.glob("*") if (match := _NAME.fullmatch(path.name))}
+    return dict(sorted(found.items(), reverse=True))
 
 
 def _remove(path: Path) -> None:
@@ -251,11 +228,18 @@ def _discard(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _digest(path: Path, *, sync: bool = False) -> str:
-    with path.open("rb") as file:
-        if sync:
-            os.fsync(file.fileno())
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+def _files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and checksum of every file but the manifest, by its path in the folder."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+
+    def describe(path: Path) -> dict[str, Any]:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        return {"bytes": path.stat().st_size, "blake2b": digest}
+
+    with ThreadPoolExecutor(8) as pool:
+        found = pool.map(describe, paths)
+        return {path.relative_to(folder).as_posix(): entry for path, entry in zip(paths, found, strict=True)}
 
 
 def _manifest_digest(manifest: dict[str, Any]) -> str:
@@ -263,15 +247,9 @@ def _manifest_digest(manifest: dict[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Brings a file or the entries of a folder to the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
