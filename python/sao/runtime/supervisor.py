@@ -302,7 +302,7 @@ class Supervisor:
         lost = broker.step - found.step
         if lost:
             self._remove("broker", "generator")
-            for path in self._places.weights_folder.glob("weights-*"):
+            for path in self._places.weights_folder.glob(messages.WEIGHTS_FILES):
                 path.unlink(missing_ok=True)
             self._places = replace(self._places, resume_step=found.step, returns=self._places.returns + 1)
             self.last_step = found.step

@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 from sao import _core
 
 MAX_FRAMES: Final = 1 << 16
+WEIGHTS_FILES: Final = "weights-*.safetensors"  # of all versions in a folder
 
 Buffer = bytes | bytearray | memoryview
 Frames = Annotated[tuple[Any, ...], Meta(max_length=0)]  # of Buffer; they travel beside the body, never in it
@@ -32,6 +33,11 @@ class WeightsRef:
     fingerprint: str
     source: str = ""
     """Endpoint that serves the file to hosts that do not see `path`; empty: none does."""
+
+
+def weights_file(version: int) -> str:
+    """The name of the file that holds the weights of this version."""
+    return WEIGHTS_FILES.replace("*", f"{version:010d}")
 
 
 class Message(Struct, kw_only=True, omit_defaults=True):

@@ -13,20 +13,29 @@ import shutil
 import threading
 import time
 import zlib
-from collections import Counter, deque
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from sao.errors import Error, TransportError, WeightsError
-from sao.transport import fingerprint
 from sao.transport.actor import Actor
 from sao.transport.client import Client
 from sao.transport.keys import GENERATOR, ClientKeys, ServerKeys
 from sao.transport.mailbox import Peer, Request
-from sao.transport.messages import CancelCall, Chunk, Message, Pull, WeightsRef, Welcome
+from sao.transport.messages import (
+    WEIGHTS_FILES,
+    Buffer,
+    CancelCall,
+    Chunk,
+    Message,
+    Pull,
+    WeightsRef,
+    Welcome,
+    weights_file,
+)
 from sao.transport.sockets import Limits
 
 log = logging.getLogger(__name__)
@@ -34,18 +43,11 @@ log = logging.getLogger(__name__)
 SMALLEST_BYTES: Final = 1 << 16  # of a chunk, on slow links
 FIRST_BYTES: Final = 1 << 18
 LARGEST_BYTES: Final = 1 << 22
-WIDEST: Final = 8  # chunks asked for at once
-QUICK_S, SLOW_S = 0.25, 1.0  # a chunk that takes less: ask for more at once; more: for less
+WIDTH: Final = 8  # chunks asked for at once
+QUICK_S, SLOW_S = 0.25, 1.0  # a chunk that takes less: the next ones are twice as large; more: half
 TRIES: Final = 3  # of one chunk whose checksum is wrong
 SERVED: Final = 3  # versions: the newest, and two before it that somebody may be pulling
 MESSAGE_BYTES: Final = LARGEST_BYTES + (1 << 16)
-
-
-@dataclass
-class _Open:
-    file: int
-    n_bytes: int
-    used: float  # when it was published or asked for last
 
 
 class WeightsServer:
@@ -54,7 +56,7 @@ class WeightsServer:
     def __init__(self, endpoint: str, limits: Limits, keys: ServerKeys | None = None) -> None:
         """Listens at once; a host name is looked up, `*` is every interface. Raises `TransportError`."""
         self._lock = threading.Lock()
-        self._open: dict[int, _Open] = {}
+        self._files: dict[int, int] = {}  # descriptors by version; the one published or asked for last comes last
         self.sent_bytes = 0
         self._actor = Actor(
             endpoint,
@@ -63,16 +65,12 @@ class WeightsServer:
             limits=replace(limits, max_message_bytes=MESSAGE_BYTES),
             keys=keys,
         )
-        self._announced = self._actor.endpoint if endpoint.endswith(":0") else endpoint
+        self.endpoint = self._actor.endpoint
+        self._announced = self.endpoint if endpoint.endswith(":0") else endpoint
         self._actor.on(Pull, self._pull, GENERATOR)
         self._actor.on(CancelCall, lambda request: None, GENERATOR)
         self._thread = threading.Thread(target=self._actor.run, name="sao-weights", daemon=True)
         self._thread.start()
-
-    @property
-    def endpoint(self) -> str:
-        """Where it listens."""
-        return self._actor.endpoint
 
     def publish(self, ref: WeightsRef) -> WeightsRef:
         """From now on `ref` is served, even when its file is removed; returns it with this server as its source.
@@ -81,16 +79,14 @@ class WeightsServer:
         """
         try:
             file = os.open(ref.path, os.O_RDONLY | os.O_CLOEXEC)
-            added = _Open(file, os.fstat(file).st_size, time.monotonic())
         except OSError as error:
             raise WeightsError(f"weights of version {ref.version}: cannot be served: {error}") from None
         with self._lock:
-            if ref.version in self._open:
-                os.close(self._open.pop(ref.version).file)
-            while len(self._open) >= SERVED:  # what nobody has asked for the longest goes
-                oldest = min(self._open, key=lambda version: self._open[version].used)
-                os.close(self._open.pop(oldest).file)
-            self._open[ref.version] = added
+            if ref.version in self._files:
+                os.close(self._files.pop(ref.version))
+            while len(self._files) >= SERVED:
+                os.close(self._files.pop(next(iter(self._files))))
+            self._files[ref.version] = file
         return replace(ref, source=self._announced)
 
     def close(self) -> None:
@@ -99,9 +95,8 @@ class WeightsServer:
         self._thread.join(5.0)
         self._actor.close(0)
         with self._lock:
-            for served in self._open.values():
-                os.close(served.file)
-            self._open.clear()
+            while self._files:
+                os.close(self._files.popitem()[1])
 
     def _join(self, peer: Peer) -> Welcome:
         if peer.role != GENERATOR:
@@ -111,18 +106,18 @@ class WeightsServer:
     def _pull(self, request: Request[Pull]) -> Chunk:
         version, offset, size = request.message.version, request.message.offset, request.message.size
         with self._lock:
-            served = self._open.get(version)
-            if served is None:
-                raise WeightsError(f"version {version} is not served, only {sorted(self._open)}")
-            if not (offset < served.n_bytes and 0 < size <= LARGEST_BYTES):
-                raise WeightsError(f"{size} bytes at {offset}: the file has {served.n_bytes}, a chunk {LARGEST_BYTES}")
-            served.used = time.monotonic()
+            if version not in self._files:
+                raise WeightsError(f"version {version} is not served, only {sorted(self._files)}")
+            file = self._files[version] = self._files.pop(version)
+            total = os.fstat(file).st_size
+            if not (offset < total and 0 < size <= LARGEST_BYTES):
+                raise WeightsError(f"{size} bytes at {offset}: the file has {total}, a chunk {LARGEST_BYTES}")
             try:
-                chunk = os.pread(served.file, size, offset)
+                chunk = os.pread(file, size, offset)
             except OSError as error:  # of this version alone: the others are served on
                 raise WeightsError(f"version {version} cannot be read: {error}") from None
         self.sent_bytes += len(chunk)
-        return Chunk(version, offset, served.n_bytes, zlib.crc32(chunk), frames=(chunk,))
+        return Chunk(version, offset, total, zlib.crc32(chunk), frames=(chunk,))
 
 
 def source_of(ref: WeightsRef, broker: str) -> str:
@@ -150,8 +145,8 @@ class Puller:
         timeout_s = max(self._patience_s, 3 * limits.heartbeat_s)
         self._limits = Limits(MESSAGE_BYTES, limits.heartbeat_s, timeout_s, outage_s=self._patience_s)
         self._name, self._incarnation, self._keys = name, incarnation, keys
-        self._pace = Pace()
         self._client: Client | None = None
+        self._chunk_bytes = FIRST_BYTES
 
     def pull(self, ref: WeightsRef) -> WeightsRef:
         """Brings the file of `ref`, in place of older ones in the folder; returns a reference to it.
@@ -159,22 +154,25 @@ class Puller:
         Raises `WeightsError` that names version, endpoint and place when no chunk arrives in time, a chunk stays wrong,
         there is no room, or the whole does not have the fingerprint; then the folder is as it was.
         """
+        from sao.transport.weights import load  # here, because torch is heavier than the rest of this module
+
         what = f"weights of version {ref.version} from {self.endpoint}"
-        final = self._folder / f"weights-{ref.version:010d}.safetensors"
+        final = self._folder / weights_file(ref.version)
         part = self._folder / f".{final.name}.part"
+        began = time.monotonic()
         try:
-            began = time.monotonic()
-            n_bytes = _Transfer(self._joined(), ref.version, part, self._patience_s, self._pace).run()
+            with part.open("wb") as file:
+                for chunk in self._chunks(ref.version):
+                    file.write(chunk)
+                n_bytes = file.tell()
             seconds = max(time.monotonic() - began, 1e-9)
-            found = fingerprint.of_file(part)
-            if found != ref.fingerprint:
-                raise WeightsError(f"fingerprint {found}, expected {ref.fingerprint}")
+            load(replace(ref, path=str(part)))
             part.replace(final)
         except (Error, OSError) as error:
             raise WeightsError(f"{what}: {error}") from None
         finally:
             part.unlink(missing_ok=True)
-        for old in self._folder.glob("weights-*.safetensors"):
+        for old in self._folder.glob(WEIGHTS_FILES):
             if old != final:
                 old.unlink(missing_ok=True)
         log.info("%s: %d bytes in %.2f s, %.1f MB/s", what, n_bytes, seconds, n_bytes / seconds / 1e6)
@@ -201,93 +199,53 @@ class Puller:
             self._client.connect(deadline_s=self._patience_s)
         return self._client
 
-
-@dataclass
-class Pace:
-    """Chunks that are asked for at once and their size: more while they come quickly, less when one is slow."""
-
-    width: int = 2
-    n_bytes: int = FIRST_BYTES
-
-    def took(self, seconds: float) -> None:
-        """One chunk took so long."""
-        if seconds > SLOW_S:
-            self.width, self.n_bytes = max(1, self.width // 2), max(SMALLEST_BYTES, self.n_bytes // 2)
-        elif seconds < QUICK_S and self.width < WIDEST:
-            self.width += 1
-        elif seconds < QUICK_S:
-            self.n_bytes = min(LARGEST_BYTES, 2 * self.n_bytes)
-
-
-class _Transfer:
-    """One file, chunk by chunk: the first tells how long it is, then several are asked for at once."""
-
-    def __init__(self, client: Client, version: int, part: Path, patience_s: float, pace: Pace) -> None:
-        self._client, self._version, self._part, self._patience_s = client, version, part, patience_s
-        self._pace = pace
-        self._asked: dict[Future[Message], tuple[int, int, float]] = {}
-        self._again: deque[tuple[int, int]] = deque()
-        self._wrong = Counter[int]()
-        self._next = self._got = 0
-        self._total: int | None = None
-
-    def run(self) -> int:
-        """Returns the number of bytes written. Raises `WeightsError` and `OSError`."""
+    def _chunks(self, version: int) -> Iterator[Buffer]:
+        """The bytes of a file in order: the first chunk tells how many there are, then several are asked for at once,
+        larger ones while they come quickly, smaller ones while they are slow.
+        """
+        client, asked = self._joined(), deque[tuple[Pull, float, Future[Message]]]()
+        end = total = 0
         try:
-            with self._part.open("wb") as file:
-                self._ask()
-                while self._asked:
-                    done, _ = wait(self._asked, timeout=self._patience_s, return_when=FIRST_COMPLETED)
-                    if not done:
-                        first = min(offset for offset, _, _ in self._asked.values())
-                        text = f"waited {self._patience_s:g} s for the chunk at byte {first} of {self._total}"
-                        raise WeightsError(text)
-                    for future in done:
-                        self._take(file.fileno(), *self._asked.pop(future), future.result())
-                    self._ask()
-            return self._got
+            while asked or end < (total or 1):
+                while end < (total or 1) and len(asked) < WIDTH:
+                    pull = Pull(version, end, self._chunk_bytes)
+                    asked.append((pull, time.monotonic(), client.call(pull)))
+                    end += pull.size
+                pull, began, future = asked[0]
+                chunk = self._chunk(client, pull, future, total)
+                asked.popleft()
+                total = chunk.total
+                seconds = time.monotonic() - began
+                if seconds > SLOW_S:
+                    self._chunk_bytes = max(SMALLEST_BYTES, pull.size // 2)
+                elif seconds < QUICK_S:
+                    self._chunk_bytes = min(LARGEST_BYTES, 2 * pull.size)
+                yield chunk.frames[0]
         finally:
-            for future in self._asked:  # nobody waits for what is still on its way
+            for _, _, future in asked:  # nobody waits for what is still on its way
                 future.cancel()
 
-    def _ask(self) -> None:
-        while len(self._asked) < (1 if self._total is None else self._pace.width):
-            if self._again:
-                offset, size = self._again.popleft()
-            elif self._total is None or self._next < self._total:
-                offset, size = self._next, self._pace.n_bytes
-                if self._total is not None:
-                    size = min(size, self._total - offset)
-                self._next += size
-            else:
-                return
-            self._asked[self._client.call(Pull(self._version, offset, size))] = offset, size, time.monotonic()
-
-    def _take(self, file: int, offset: int, size: int, asked: float, chunk: Message) -> None:
-        if not isinstance(chunk, Chunk):
-            raise WeightsError(f"an answer of kind {chunk.kind!r} is no chunk")
-        if self._total is None:
-            self._begin(file, chunk.total)
-            size = self._next = min(size, chunk.total)
-        data = memoryview(chunk.frames[0])
-        if (chunk.version, chunk.offset, chunk.total, data.nbytes) != (self._version, offset, self._total, size):
-            got = f"{data.nbytes} bytes at {chunk.offset} of {chunk.total} of version {chunk.version}"
-            raise WeightsError(f"expected {size} bytes at {offset} of {self._total}, got {got}")
-        if zlib.crc32(data) != chunk.crc32:
-            self._wrong[offset] += 1
-            if self._wrong[offset] >= TRIES:
-                raise WeightsError(f"the chunk at byte {offset} has a wrong checksum, {TRIES} times")
-            log.warning("the chunk at byte %d has a wrong checksum; it is asked for again", offset)
-            self._again.append((offset, size))
-            return
-        os.pwrite(file, data, offset)
-        self._got += size
-        self._pace.took(time.monotonic() - asked)
-
-    def _begin(self, file: int, total: int) -> None:
-        free = shutil.disk_usage(self._part.parent).free
-        if not 0 < total <= free:
-            raise WeightsError(f"a file of {total} bytes; {free} bytes are free in {self._part.parent}")
-        self._total = total
-        with suppress(AttributeError):
-            os.posix_fallocate(file, 0, total)
+    def _chunk(self, client: Client, pull: Pull, future: Future[Message], total: int) -> Chunk:
+        """The answer to `pull`, checked; it is asked for again while its checksum is wrong. total: 0 at the first."""
+        for _ in range(TRIES):
+            try:
+                chunk = future.result(self._patience_s)
+            except TimeoutError:
+                future.cancel()
+                text = f"waited {self._patience_s:g} s for the chunk at byte {pull.offset} of {total or '?'}"
+                raise WeightsError(text) from None
+            if not isinstance(chunk, Chunk):
+                raise WeightsError(f"an answer of kind {chunk.kind!r} is no chunk")
+            if not total:
+                total, free = chunk.total, shutil.disk_usage(self._folder).free
+                if not 0 < total <= free:
+                    raise WeightsError(f"a file of {total} bytes; {free} bytes are free in {self._folder}")
+            size, n_bytes = min(pull.size, total - pull.offset), len(chunk.frames[0])
+            if (chunk.version, chunk.offset, chunk.total, n_bytes) != (pull.version, pull.offset, total, size):
+                got = f"{n_bytes} bytes at {chunk.offset} of {chunk.total} of version {chunk.version}"
+                raise WeightsError(f"expected {size} bytes at {pull.offset} of {total}, got {got}")
+            if zlib.crc32(chunk.frames[0]) == chunk.crc32:
+                return chunk
+            log.warning("the chunk at byte %d has a wrong checksum", pull.offset)
+            future = client.call(pull)
+        raise WeightsError(f"the chunk at byte {pull.offset} has a wrong checksum, {TRIES} times")

@@ -6,9 +6,10 @@ the fingerprint in the reference it was sent, so a torn, truncated or swapped fi
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -17,21 +18,27 @@ from safetensors.torch import save_file
 
 from sao.errors import WeightsError
 from sao.storage.failpoints import failpoint
-from sao.transport.fingerprint import Part, of_parts
-from sao.transport.messages import WeightsRef
+from sao.transport.messages import WEIGHTS_FILES, WeightsRef, weights_file
 
 __all__ = ["WeightsRef", "fingerprint", "fit", "load", "publish"]
-_PREFIX, _SUFFIX = "weights-", ".safetensors"
 
 
 def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
-    """32 hex digits over names, types, shapes and bytes of all tensors; see `sao.transport.fingerprint`."""
-    return of_parts(
-        {
-            name: Part(str(tensor.dtype), tensor.shape, tensor.nbytes, partial(_content, tensor))
-            for name, tensor in tensors.items()
-        }
-    )
+    """32 hex digits over names, types, shapes and bytes of all tensors, whatever their order, device and strides.
+
+    BLAKE2b of each tensor's bytes, then of the list of (name, type, shape, digest) sorted by name.
+    """
+
+    def digest(name: str) -> bytes:
+        content = tensors[name].detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+        return hashlib.blake2b(content, digest_size=16).digest()
+
+    names, whole = sorted(tensors), hashlib.blake2b(digest_size=16)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for name, found in zip(names, pool.map(digest, names), strict=True):
+            tensor = tensors[name]
+            whole.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode() + found)
+    return whole.hexdigest()
 
 
 def publish(tensors: Mapping[str, torch.Tensor], folder: str | Path, version: int, keep: int = 3) -> WeightsRef:
@@ -54,7 +61,7 @@ def publish(tensors: Mapping[str, torch.Tensor], folder: str | Path, version: in
         plain[name] = tensor.clone() if storage in seen else tensor
         seen.add(storage)
     mark = fingerprint(plain)
-    final = folder / f"{_PREFIX}{version:010d}{_SUFFIX}"
+    final = folder / weights_file(version)
     temporary = folder / f".{final.name}.{os.getpid()}"
     try:
         save_file(plain, temporary, metadata={"format": "pt", "version": str(version), "fingerprint": mark})
@@ -63,7 +70,7 @@ def publish(tensors: Mapping[str, torch.Tensor], folder: str | Path, version: in
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
         raise WeightsError(f"weights of version {version}: cannot write {final}: {error}") from error
-    for old in sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}"))[:-keep]:
+    for old in sorted(folder.glob(WEIGHTS_FILES))[:-keep]:
         if old != final:
             old.unlink(missing_ok=True)
     return WeightsRef(version, str(final), mark)
@@ -112,7 +119,3 @@ def fit(
                 f"{who}: {name}: {tensor.dtype}{list(tensor.shape)}, expected {kind} {list(model.shape)}"
             )
     return found
-
-
-def _content(tensor: torch.Tensor) -> memoryview:
-    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
