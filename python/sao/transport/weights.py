@@ -30,7 +30,7 @@ def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
     """
 
     def digest(name: str) -> bytes:
-        content = tensors[name].detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+        content = tensors[name].detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
         return hashlib.blake2b(content, digest_size=16).digest()
 
     names, whole = sorted(tensors), hashlib.blake2b(digest_size=16)
