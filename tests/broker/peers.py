@@ -17,7 +17,7 @@ from typing import Any
 from broker.broker_world import M, config, trajectory
 
 from sao import _core
-from sao.config import Config, load_resolved, save
+from sao.config import Config, load, save
 from sao.errors import Error
 from sao.trajectory import encode_frames, split_frames
 from sao.transport import Callbacks, Client, Limits, private_folder
@@ -211,7 +211,7 @@ def main() -> None:
     parser.add_argument("endpoint")
     parser.add_argument("name")
     arguments = parser.parse_args()
-    generator = Generator(arguments.endpoint, load_resolved(arguments.run_folder / "config.json"), arguments.name)
+    generator = Generator(arguments.endpoint, load(arguments.run_folder / "config.json"), arguments.name)
     generator.hold = True
     generator.start()
     while not generator.held:

@@ -43,7 +43,7 @@ PPO = {"algorithm__policy_loss": "ppo"}
 def test_what_goes_together(settings, tmp_path):
     resolved = make(**settings)
     config.save(resolved, tmp_path / "config.json")
-    assert config.load_resolved(tmp_path / "config.json") == resolved
+    assert config.load(tmp_path / "config.json") == resolved
 
 
 @pytest.mark.parametrize(

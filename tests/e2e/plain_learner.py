@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from sao.config import Config, load_resolved
+from sao.config import Config, load
 from sao.errors import Error
 from sao.storage.checkpoints import STATE, Draft, Ordinals, read
 from sao.storage.failpoints import failpoint
@@ -117,7 +117,7 @@ def main() -> int:
         parser.add_argument(name, type=Path)
     parser.add_argument("--endpoint")
     arguments, _ = parser.parse_known_args()
-    config, learner = load_resolved(arguments.run_folder / "config.json"), Plain()
+    config, learner = load(arguments.run_folder / "config.json"), Plain()
     reference = None
     if arguments.checkpoint:
         learner.restore(arguments.checkpoint)

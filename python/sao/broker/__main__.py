@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from sao.broker.server import Server
-from sao.config import load_resolved
+from sao.config import load
 from sao.errors import ConfigError, Error
 
 
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        config = load_resolved(arguments.run_folder / "config.json")
+        config = load(arguments.run_folder / "config.json")
         server = Server(config, arguments.run_folder, arguments.endpoint, arguments.resume_step, arguments.line)
     except (Error, OSError) as error:
         logging.error("%s", error)

@@ -1,7 +1,5 @@
 """Rules of the estimators of advantages: which settings go with which; what has no effect is refused, not ignored."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from sao.config.sections import AlgorithmSection, EnvSection, LearnerSection, RunSection, Section, StalenessSection

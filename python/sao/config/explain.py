@@ -1,7 +1,5 @@
 """Turns pydantic's validation errors into one line a fault: field, what is wrong, value, what was expected."""
 
-from __future__ import annotations
-
 import copy
 import difflib
 from typing import Any

@@ -5,15 +5,13 @@ combination that makes no sense is refused before anything starts, and all fault
 values of the papers (SAO arXiv 2607.07508, CompactionRL arXiv 2607.05378) where they give one.
 """
 
-from __future__ import annotations
-
 import copy
 import datetime
 import json
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
 
@@ -43,7 +41,7 @@ class Config(sections.Section):
     telemetry: sections.TelemetrySection = sections.TelemetrySection()
 
     @model_validator(mode="after")
-    def _combinations(self) -> Config:
+    def _combinations(self) -> Self:
         rules = estimators.faults(self.run, self.env, self.algorithm, self.learner, self.staleness)
         sections.refuse([*self._faults(), *rules])
         return self
@@ -109,8 +107,7 @@ class Config(sections.Section):
     @property
     def logprob_gap_limit(self) -> float:
         """`telemetry.max_logprob_gap`, or its default for the learner's type, nats."""
-        default = 0.05 if self.model.dtype == "bfloat16" else 0.02
-        return self.telemetry.max_logprob_gap or default
+        return self.telemetry.max_logprob_gap or (0.05 if self.model.dtype == "bfloat16" else 0.02)
 
     @property
     def folder(self) -> Path:
@@ -119,16 +116,21 @@ class Config(sections.Section):
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a TOML file and applies overrides, see `parse`.
+    """Reads a run file (TOML), or what `save` wrote (`.json`), and applies overrides, see `parse`.
 
-    Touches nothing. Raises `ConfigError` that lists all faults, with line and column where the TOML itself is broken.
+    Touches nothing. Raises `ConfigError` that lists all faults, with line and column where the file itself is broken.
     """
-    return parse(_read(Path(path), tomllib.loads, "TOML"), overrides, source=str(path))
-
-
-def load_resolved(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads what `save` wrote. Raises `ConfigError`."""
-    return parse(_read(path, json.loads, "JSON"), overrides, source=str(path))
+    path = Path(path)
+    syntax, decode = ("JSON", json.loads) if path.suffix == ".json" else ("TOML", tomllib.loads)
+    try:
+        data = decode(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not valid {syntax}: byte {error.start} is not UTF-8") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid {syntax}: {error}") from None
+    return parse(data, overrides, source=str(path))
 
 
 def save(config: Config, path: Path) -> None:
@@ -140,12 +142,8 @@ def parse(data: dict[str, Any], overrides: Sequence[str] = (), source: str = "co
     """Builds a `Config` from plain data, in which overrides are put first: `section.key=value`, the value in TOML
     syntax, bare words are strings. Raises `ConfigError` that lists all faults.
     """
-    data, faults = copy.deepcopy(data), []
-    for item in overrides:
-        try:
-            _override(data, item)
-        except ConfigError as error:
-            faults.append(str(error))
+    data = copy.deepcopy(data)
+    faults = [fault for item in overrides if (fault := _override(data, item))]
     try:
         config = Config.model_validate(data)
     except ValidationError:
@@ -155,22 +153,12 @@ def parse(data: dict[str, Any], overrides: Sequence[str] = (), source: str = "co
     return config
 
 
-def _read(path: Path, decode: Callable[[str], Any], syntax: str) -> Any:
-    try:
-        return decode(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not valid {syntax}: byte {error.start} is not UTF-8") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid {syntax}: {error}") from None
-
-
-def _override(data: dict[str, Any], item: str) -> None:
+def _override(data: dict[str, Any], item: str) -> str | None:
+    """Puts one override in; returns what is wrong with it."""
     key, equals, text = item.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
-        raise ConfigError(f"override {item!r}: expected section.key=value")
+        return f"override {item!r}: expected section.key=value"
     try:
         parsed = tomllib.loads(f"value = {text}")
         value = parsed["value"]
@@ -181,5 +169,6 @@ def _override(data: dict[str, Any], item: str) -> None:
     for part in parts[:-1]:
         data = data.setdefault(part, {})
         if not isinstance(data, dict):
-            raise ConfigError(f"override {item!r}: {part} is a value, not a section")
+            return f"override {item!r}: {part} is a value, not a section"
     data[parts[-1]] = value
+    return None

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from sao.config import load_resolved
+from sao.config import load
 from sao.errors import ConfigError, Error
 from sao.generator.worker import make_generator
 
@@ -56,7 +56,7 @@ class DaemonExecutor(ThreadPoolExecutor):
 async def _run(arguments: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
     loop.set_default_executor(DaemonExecutor())  # tools of environments may block in `asyncio.to_thread`
-    config = load_resolved(arguments.config or arguments.run_folder / "config.json")
+    config = load(arguments.config or arguments.run_folder / "config.json")
     generator = make_generator(
         config,
         arguments.endpoint,

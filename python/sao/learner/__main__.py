@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from sao.config import load_resolved
+from sao.config import load
 from sao.errors import ConfigError, Error
 from sao.storage import checkpoints
 from sao.storage.failpoints import failpoint
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     client: Client | None = None
     joined = False
     try:
-        config = load_resolved(arguments.config or arguments.run_folder / "config.json")
+        config = load(arguments.config or arguments.run_folder / "config.json")
         # Imported late: a wrong config.json is named before torch is loaded.
         from sao.learner.checkpoint import republish, restore
         from sao.learner.loop import train

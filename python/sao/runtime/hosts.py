@@ -47,7 +47,7 @@ def broker(target: Path, overrides: Sequence[str] = (), *, overwrite: bool = Fal
         raise ConfigError(f"--overwrite: {target} is a run folder, and that run goes on")
     if resume:  # wherever the folder is now
         here = [f"run.dir={str(target.resolve().parent)!r}", f"run.name={target.resolve().name!r}"]
-        config = configuration.load_resolved(target / "config.json", [*here, *overrides])
+        config = configuration.load(target / "config.json", [*here, *overrides])
     else:
         config = configuration.load(target, overrides)
     if config.transport.bind == "ipc":
