@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sao.transport import LATER, Actor, Callbacks, Client, Limits, Peer, Request
-from sao.transport.keys import ClientKeys, ServerKeys
+from sao.transport.keys import Keys
 from sao.transport.messages import Ack, CancelCall, FinishedRollout, Message, Slots, Take, Welcome
 from sao.transport.sockets import private_folder
 
@@ -17,7 +17,7 @@ from sao.transport.sockets import private_folder
 class Server:
     """Answers `slots` with what it got, `take` never (unless `answer_takes`), keeps what joins and leaves."""
 
-    def __init__(self, endpoint: str, *, keys: ServerKeys | None = None, **limits: Any) -> None:
+    def __init__(self, endpoint: str, *, keys: Keys | None = None, **limits: Any) -> None:
         self.joined: list[Peer] = []
         self.left: list[tuple[str, str]] = []
         self.got: list[Any] = []
@@ -90,7 +90,7 @@ def client_of(
     name: str = "c",
     role: str = "generator",
     incarnation: int = 0,
-    keys: ClientKeys | None = None,
+    keys: Keys | None = None,
     calls: Callbacks = Callbacks(),  # noqa: B008 - frozen
     **limits: Any,
 ) -> Client:

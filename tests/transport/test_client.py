@@ -175,7 +175,7 @@ def test_pushes_arrive_once_and_are_acknowledged() -> None:
         for n in range(500):
             server.push(peer, Event("info", str(n)))
         until(lambda: len(pushed) >= 500)
-        until(lambda: server.in_loop(lambda: peer.link.waiting) == 0)
+        until(lambda: server.in_loop(lambda: len(peer.link.sent)) == 0)
         assert [m.text for m in pushed] == [str(n) for n in range(500)]
 
 
@@ -200,7 +200,7 @@ def test_what_the_socket_has_no_room_for_waits_and_comes_in_order(monkeypatch: p
         assert server.in_loop(lambda: len(peer.outbox)) > 0
         until(lambda: len(pushed) == 60)
         assert pushed == list(range(60))
-        until(lambda: server.in_loop(lambda: peer.link.waiting) == 0)
+        until(lambda: server.in_loop(lambda: len(peer.link.sent)) == 0)
         assert not peer.outbox
 
 

@@ -52,7 +52,7 @@ def test_files_are_private_and_kept(folder: Path) -> None:
     assert [path.name for path in keys.write(folder, ["g7"])] == ["g7.key", "g7.key_secret"]
     assert all(path.read_bytes() == content for path, content in before.items())
     pair = keys.client_keys(folder, "tcp://h:1", "generator", "g7")
-    assert pair is not None and pair.pair.name == "g7" and pair.pair.secret.decode() not in repr(pair)
+    assert pair is not None and pair.name == "g7" and pair.secret.decode() not in repr(pair)
 
 
 @pytest.mark.parametrize("name", ["", "../x", "broker", "a b", "x" * 65])

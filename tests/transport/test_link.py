@@ -22,16 +22,15 @@ def test_exactly_once_over_connections_that_break(seed: int) -> None:
     there: deque[list[Buffer]] = deque()
     back: deque[list[Buffer]] = deque()
     to_send = deque(range(200))
-    while to_send or sender.waiting:
+    while to_send or sender.sent:
         event = rng.random()
         if event < 0.05:
             there.clear()
             back.clear()
             there.extend(sender.unanswered())
         elif event < 0.4 and to_send:
-            seq = sender.number()
-            sender.sent(seq, encode(Slots(to_send.popleft()), 1 << 20, seq=seq, low=sender.low))
-            there.append(sender.unanswered()[-1])
+            _, sent = sender.send(Slots(to_send.popleft()), 1 << 20)
+            there.append(sent.wire)
         elif event < 0.7 and there:
             received = decode(there.popleft(), 1 << 20)
             seq, message = received.header.seq, received.message()
@@ -55,7 +54,7 @@ def test_answers_are_forgotten_when_the_sender_has_them() -> None:
     for seq in range(1, 1001):
         assert receiver.fresh(seq, max(1, seq - 3))
         receiver.answered(seq, [b"x"])
-    assert receiver.remembered <= 4
+    assert len(receiver.answers) <= 4
     assert not receiver.fresh(5, 5)  # long ago: neither worked on nor answered again
     assert receiver.answer(5) is None
 
@@ -74,22 +73,21 @@ def test_memory_is_bounded_on_both_ends() -> None:
     sender, receiver = Link(), Link()
     for _ in range(WINDOW):
         assert sender.open
-        sender.sent(sender.number(), [b""])
+        sender.send(Ack(), 1 << 20)
     assert not sender.open
     assert sender.settle(1)
     assert not sender.settle(1)
     assert sender.open
     for seq in range(1, 3 * WINDOW):  # a sender that never says what it has
         receiver.fresh(seq, 0)
-    assert receiver.remembered == 2 * WINDOW
+    assert len(receiver.answers) == 2 * WINDOW
 
 
 def test_after_a_restart_of_the_other_end_its_numbers_begin_anew() -> None:
     link = Link()
-    for number in range(3):
-        link.sent(link.number(), [b"%d" % number])
+    first, _, third = [link.send(Slots(number), 1 << 20)[1].wire for number in range(3)]
     link.settle(2)
-    assert link.unanswered() == [[b"0"], [b"2"]] and link.low == 1
+    assert link.unanswered() == [first, third] and link.low == 1
     assert link.fresh(1, 1) and link.fresh(2, 2) and not link.fresh(1, 2)
     link.restart()
-    assert link.fresh(1, 1) and link.unanswered() == [[b"0"], [b"2"]]
+    assert link.fresh(1, 1) and link.unanswered() == [first, third]

@@ -184,8 +184,8 @@ class Server:
             **self.broker.report.snapshot(),
             "peers": len(peers),
             "silent_s": {f"{peer.role} {peer.name}": round(now - peer.last_received, 1) for peer in peers},
-            "pushes_not_acknowledged": sum(peer.link.waiting for peer in peers),
-            "answers_kept": sum(peer.link.remembered for peer in peers),
+            "pushes_not_acknowledged": sum(len(peer.link.sent) for peer in peers),
+            "answers_kept": sum(len(peer.link.answers) for peer in peers),
             "requests_waiting": len(self._takes),
             "bad_messages": self._mailbox.bad_messages,
         }
@@ -197,8 +197,8 @@ class Server:
         found = [f"broker: a {role} to join" for role in sorted(missing, reverse=True)] + self.broker.report.waits(now)
         for peer in peers:
             who = f"{peer.role} {peer.name}"
-            if peer.link.waiting:
-                found.append(f"broker: {peer.link.waiting} messages to be acknowledged by {who}")
+            if peer.link.sent:
+                found.append(f"broker: {len(peer.link.sent)} messages to be acknowledged by {who}")
             if (silent_s := now - peer.last_received) > 2 * transport.heartbeat_s:
                 limit = f"transport.peer_timeout_s = {transport.peer_timeout_s:g}"
                 found.append(f"broker: a sign of life of {who}, for {silent_s:.0f} s of {limit}")
@@ -297,7 +297,7 @@ class Server:
         self._closing_since = self._closing_since or now
         peers = self._mailbox.peers.values()
         overdue = now - self._closing_since > self._config.transport.shutdown_s
-        told = not self._awaited() and all(not peer.link.waiting for peer in peers)
+        told = not self._awaited() and all(not peer.link.sent for peer in peers)
         alone = not any(peer.role in WORKERS for peer in peers)
         if ((told or overdue) and alone) or (overdue and self._endings):
             self.actor.stop()

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 import zmq
 
 from sao.errors import Error, WireError
-from sao.transport.keys import ServerKeys
+from sao.transport.keys import Keys
 from sao.transport.mailbox import Mailbox, Peer, Request
 from sao.transport.messages import Ack, Message, Refusal, Welcome
 from sao.transport.sockets import Limits
@@ -46,24 +46,18 @@ class Actor:
         on_leave: Callable[[Peer, str], None],
         commit: Callable[[], None] = lambda: None,
         limits: Limits = Limits(),  # noqa: B008 - frozen
-        keys: ServerKeys | None = None,
+        keys: Keys | None = None,
     ) -> None:
         self.mailbox = Mailbox(endpoint, on_join, on_leave, limits, keys)
+        self.endpoint = self.mailbox.endpoint
         self._commit = commit
         self._handlers: dict[type[Message], tuple[Callable[[Request[Any]], Message | None], frozenset[str]]] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._calls: deque[Callable[[], None]] = deque()
         self._stopped = False
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.every(limits.heartbeat_s, self.mailbox.beat)
-
-    @property
-    def endpoint(self) -> str:
-        """Where it listens."""
-        return self.mailbox.endpoint
 
     def on(self, kind: type[M], handler: Callable[[Request[M]], Message | None], *roles: str) -> None:
         """Registers the handler of a kind; `roles` are the peers that may send it (none given: all)."""
@@ -86,7 +80,7 @@ class Actor:
         """Calls `callback` in the loop soon. For signal handlers and other threads."""
         self._calls.append(callback)
         with suppress(OSError):
-            os.write(self._wake_write, b"x")
+            os.eventfd_write(self._bell, 1)
 
     def stop(self) -> None:
         """Ends `run` after the message in hand."""
@@ -99,11 +93,11 @@ class Actor:
         """
         poller = zmq.Poller()
         poller.register(self.mailbox.socket, zmq.POLLIN)
-        poller.register(self._wake_read, zmq.POLLIN)
+        poller.register(self._bell, zmq.POLLIN)
         while not self._stopped:
             poller.poll(max(0, int((self._timers[0][0] - time.monotonic()) * 1000) + 1))
             with suppress(BlockingIOError):
-                os.read(self._wake_read, 4096)
+                os.eventfd_read(self._bell)
             while self._calls and not self._stopped:
                 self._calls.popleft()()
             for request in self.mailbox.receive(BATCH):
@@ -119,8 +113,7 @@ class Actor:
     def close(self, linger_s: float = 1.0) -> None:
         """Closes the socket after giving queued messages `linger_s` seconds to leave."""
         self.mailbox.close(linger_s)
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        os.close(self._bell)
 
     def _handle(self, request: Request[Any]) -> None:
         kind, peer = request.message.kind, request.peer

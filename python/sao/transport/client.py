@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import math
 import os
 import secrets
 import threading
@@ -28,8 +29,8 @@ from msgspec import structs
 from sao import errors
 from sao.errors import ClosedError, DeadlineError, Error, TransportError, WireError
 from sao.transport.encoding import Header, decode, encode
-from sao.transport.keys import ClientKeys
-from sao.transport.link import Link
+from sao.transport.keys import Keys
+from sao.transport.link import Link, Sent
 from sao.transport.messages import Ack, Buffer, Bye, CancelCall, Hello, Message, Ping, Pong, Refusal, Welcome
 from sao.transport.sockets import Limits, connect, make_dealer, receive, send
 from sao.transport.watch import Watch
@@ -78,7 +79,7 @@ class Client:
         name: str,
         incarnation: int = 0,
         limits: Limits = Limits(),  # noqa: B008 - frozen
-        keys: ClientKeys | None = None,
+        keys: Keys | None = None,
         calls: Callbacks = Callbacks(),
     ) -> None:
         self.endpoint = endpoint
@@ -92,7 +93,6 @@ class Client:
         self._conversation = 0  # 0: never joined
         self._link = Link()
         self._outbox: deque[list[Buffer]] = deque()  # of this connection; empty until the greeting is answered
-        self._waiters: dict[int, tuple[Future[Message], Message, float | None]] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -103,10 +103,7 @@ class Client:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
-        self._woken = False
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name=f"sao-client-{name}", daemon=True)
         self._thread.start()
 
@@ -124,8 +121,6 @@ class Client:
         self._wake()
         try:
             return self._welcome.result(deadline_s)
-        except DeadlineError:
-            raise
         except TimeoutError:
             text = f"hello: no answer from {self.endpoint} within {deadline_s:g} s{self._why()}"
             raise DeadlineError(text) from None
@@ -142,7 +137,6 @@ class Client:
             text = f"client was made in process {self._pid} and is used in {os.getpid()}: make a new one after fork"
             raise TransportError(text)
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
-        future: Future[Message] = Future()
         with self._lock:
             while not (self._link.open or self._end):
                 left = None if deadline is None else deadline - time.monotonic()
@@ -150,33 +144,24 @@ class Client:
                     raise DeadlineError(f"{message.kind}: no room to send to {self.endpoint} within {deadline_s:g} s")
                 self._lock.wait(left)
             self._raise_if_ended()
-            seq = self._link.number()
-            try:
-                wire = encode(message, self._limits.max_message_bytes, seq=seq, low=self._link.low)
-            except WireError:
-                self._link.settle(seq)
-                raise
-            self._link.sent(seq, wire)
-            self._waiters[seq] = (future, message, deadline_s)
+            seq, sent = self._link.send(message, self._limits.max_message_bytes, deadline_s)
             if deadline is not None:
                 heapq.heappush(self._deadlines, (deadline, seq))
             if self._state is State.JOINED:
-                self._outbox.append(wire)
-        future.add_done_callback(partial(self._given_up, seq))
+                self._outbox.append(sent.wire)
+        sent.answer.add_done_callback(partial(self._given_up, seq))
         self._wake()
-        return future
+        return sent.answer
 
     def flush(self, deadline_s: float) -> None:
-        """Waits until everything sent so far was answered. Raises `DeadlineError` that says how many messages were
-        not.
-        """
+        """Waits until everything sent so far was answered. Raises `DeadlineError` that says how many were not."""
         end = time.monotonic() + deadline_s
         with self._lock:
-            while self._waiters and self._end is None:
+            while (unanswered := self._link.sent) and self._end is None:
                 left = end - time.monotonic()
                 if left <= 0:
-                    kinds = sorted({message.kind for _, message, _ in self._waiters.values()})
-                    count = f"{len(self._waiters)} messages ({', '.join(kinds)})"
+                    kinds = sorted({sent.message.kind for sent in unanswered.values()})
+                    count = f"{len(unanswered)} messages ({', '.join(kinds)})"
                     raise DeadlineError(f"{count} not acknowledged by {self.endpoint} within {deadline_s:g} s")
                 self._lock.wait(left)
             self._raise_if_ended()
@@ -185,7 +170,7 @@ class Client:
     def pending(self) -> int:
         """Messages that wait for an answer."""
         with self._lock:
-            return len(self._waiters)
+            return len(self._link.sent)
 
     @property
     def lost(self) -> Error | None:
@@ -193,9 +178,7 @@ class Client:
         return None if isinstance(self._end, ClosedError) else self._end
 
     def close(self) -> None:
-        """Takes leave and ends the I/O thread; every waiter gets `ClosedError`. Call `flush` first to wait for
-        answers.
-        """
+        """Takes leave and ends the I/O thread; every waiter gets `ClosedError`. To wait for answers `flush` first."""
         if os.getpid() != self._pid:
             return
         self._finish(ClosedError(f"client of {self.endpoint} is closed"))
@@ -215,13 +198,17 @@ class Client:
 
     def _wake(self) -> None:
         with self._lock:
-            if self._wake_write >= 0 and not self._woken:
-                self._woken = True
-                with suppress(BlockingIOError):
-                    os.write(self._wake_write, b"x")
+            if self._state is not State.ENDED:
+                os.eventfd_write(self._bell, 1)
 
-    def _given_up(self, seq: int, future: Future[Message]) -> None:
-        if future.cancelled() and self._take_waiter(seq) is not None:
+    def _settle(self, *seqs: int) -> list[Sent]:
+        """Nobody waits for these any more; those that somebody has waited for."""
+        with self._lock:
+            self._lock.notify_all()
+            return [sent for seq in seqs if (sent := self._link.settle(seq)) is not None]
+
+    def _given_up(self, seq: int, answer: Future[Message]) -> None:
+        if answer.cancelled() and self._settle(seq):
             self._post(CancelCall(seq))
             self._wake()
 
@@ -229,32 +216,29 @@ class Client:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._wake_read, zmq.POLLIN)
+        poller.register(self._bell, zmq.POLLIN)
         poller.register(self._watch.socket, zmq.POLLIN)
         try:
-            received_at = beaten = time.monotonic()
+            now = received_at = beaten = time.monotonic()
             while self._end is None:
                 sends = self._outbox and self._watch.connected
                 poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if sends else 0))
-                events = dict(poller.poll(self._timeout_ms(received_at, beaten)))
-                if self._wake_read in events:
-                    with suppress(BlockingIOError):
-                        os.read(self._wake_read, 4096)
-                    self._woken = False  # after the read: who comes between has left its message where it is found
+                with self._lock:
+                    due = min(beaten + self._limits.heartbeat_s, self._deadlines[0][0] if self._deadlines else math.inf)
+                events = dict(poller.poll(max(0, int((due - now) * 1000) + 1)))
+                if self._bell in events:
+                    os.eventfd_read(self._bell)
                 if self._watch.socket in events:
                     self._connection_changed()
-                if self._receive():
-                    received_at = time.monotonic()
-                now = time.monotonic()
-                if not self._conversation:
+                received, now = self._receive(), time.monotonic()
+                if received or not self._conversation:
                     received_at = now
-                elif now - received_at > self._patience_s:
-                    self._finish(
-                        TransportError(f"{self.endpoint}: broker silent for {now - received_at:.1f} s{self._why()}")
-                    )
-                elif now - beaten >= self._limits.heartbeat_s:
+                if now - beaten >= self._limits.heartbeat_s:
                     beaten = now
-                    if not self._outbox:
+                    if now - received_at > self._patience_s:
+                        text = f"{self.endpoint}: broker silent for {now - received_at:.1f} s{self._why()}"
+                        self._finish(TransportError(text))
+                    elif self._conversation and not self._outbox:
                         self._post(Ping())
                 self._expire(now)
                 self._transmit()
@@ -263,13 +247,6 @@ class Client:
             self._finish(TransportError(f"{self.endpoint}: client thread failed: {error!r}"))
         finally:
             self._leave()
-
-    def _timeout_ms(self, received_at: float, beaten: float) -> int | None:
-        with self._lock:
-            times = [self._deadlines[0][0]] if self._deadlines else []
-        if self._conversation:
-            times += [beaten + self._limits.heartbeat_s, received_at + self._patience_s]
-        return max(0, int((min(times) - time.monotonic()) * 1000) + 1) if times else None
 
     def _connection_changed(self) -> None:
         made = self._watch.read()
@@ -337,19 +314,17 @@ class Client:
     def _welcomed(self, welcome: Welcome) -> None:
         """The broker knows this peer, still or again: what is unanswered is sent once more, in order."""
         first, anew = not self._conversation, self._conversation != welcome.conversation
-        waiters: list[Future[Message]] = []
+        over: list[Sent] = []
         with self._lock:
             self._state, self._conversation = State.JOINED, welcome.conversation
             if anew:
                 self._link.restart()
                 transient = self._calls.transient
-                over = [seq for seq, (_, message, _) in self._waiters.items() if isinstance(message, transient)]
-                waiters = [self._waiters.pop(seq)[0] for seq in over if self._link.settle(seq)]
+                over = self._settle(*(n for n, sent in self._link.sent.items() if isinstance(sent.message, transient)))
             self._outbox.clear()
             self._outbox.extend(self._link.unanswered())
-            self._lock.notify_all()
-        for future in waiters:
-            _complete(future, Ack())
+        for sent in over:
+            _complete(sent, Ack())
         if first:
             self._welcome.set_result(welcome)
         elif anew:
@@ -358,13 +333,9 @@ class Client:
 
     def _answered(self, seqs: Sequence[int], message: Message) -> None:
         """The answer to a message, or the acknowledgement of many."""
-        with self._lock:
-            done = [self._waiters.pop(seq, None) for seq in seqs if self._link.settle(seq)]
-            self._lock.notify_all()
         result = _as_error(message) if isinstance(message, Refusal) else message
-        for waiter in done:
-            if waiter is not None:  # else it was given up
-                _complete(waiter[0], result)
+        for sent in self._settle(*seqs):
+            _complete(sent, result)
         if isinstance(message, Refusal) and message.gone:
             self._finish(_as_error(message))
 
@@ -382,19 +353,10 @@ class Client:
                 if not self._deadlines or self._deadlines[0][0] > now:
                     return
                 _, seq = heapq.heappop(self._deadlines)
-            waiter = self._take_waiter(seq)
-            if waiter is not None:
-                future, message, deadline_s = waiter
+            for sent in self._settle(seq):
                 self._post(CancelCall(seq))
-                text = f"{message.kind}: no answer from {self.endpoint} within {deadline_s:g} s{self._why()}"
-                _complete(future, DeadlineError(text))
-
-    def _take_waiter(self, seq: int) -> tuple[Future[Message], Message, float | None] | None:
-        """Nobody waits for this any more."""
-        with self._lock:
-            self._link.settle(seq)
-            self._lock.notify_all()
-            return self._waiters.pop(seq, None)
+                what = f"{sent.message.kind}: no answer from {self.endpoint} within {sent.deadline_s:g} s"
+                _complete(sent, DeadlineError(f"{what}{self._why()}"))
 
     def _why(self) -> str:
         return f": {self._watch.trouble}" if self._watch.trouble else ""
@@ -405,10 +367,9 @@ class Client:
             if self._end is not None:
                 return
             self._end = error
-            waiters, self._waiters = [future for future, _, _ in self._waiters.values()], {}
-            self._lock.notify_all()
-        for future in waiters:
-            _complete(future, error)
+            unanswered = self._settle(*self._link.sent)
+        for sent in unanswered:
+            _complete(sent, error)
         if not self._welcome.done():
             self._welcome.set_exception(error)
         if not isinstance(error, ClosedError):
@@ -428,22 +389,19 @@ class Client:
             self._transmit()
         with self._lock:
             self._state = State.ENDED
+            os.close(self._bell)
         with suppress(zmq.ZMQError):
             self._watch.close()
         self._context.destroy(linger=200)
-        with self._lock:
-            os.close(self._wake_read)
-            os.close(self._wake_write)
-            self._wake_write = -1
 
 
-def _complete(future: Future[Any], result: Message | Error) -> None:
-    if not future.set_running_or_notify_cancel():
+def _complete(sent: Sent, result: Message | Error) -> None:
+    if not sent.answer.set_running_or_notify_cancel():
         return
     if isinstance(result, Message):
-        future.set_result(result)
+        sent.answer.set_result(result)
     else:
-        future.set_exception(result)
+        sent.answer.set_exception(result)
 
 
 def _as_error(refusal: Refusal) -> Error:

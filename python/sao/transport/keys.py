@@ -8,19 +8,23 @@ may join in that role; a key of any other name joins as the generator of that na
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import stat
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 import zmq
 from zmq.auth import create_certificates, load_certificate
+from zmq.auth.thread import ThreadAuthenticator
 
 from sao.errors import ConfigError, Error
 
+log = logging.getLogger(__name__)
+DOMAIN: Final = "sao"
 BROKER, LEARNER, SUPERVISOR, GENERATOR, VISITOR = "broker", "learner", "supervisor", "generator", "visitor"
 ALWAYS: Final = (BROKER, LEARNER, SUPERVISOR)
 PUBLIC, SECRET = ".key", ".key_secret"
@@ -28,37 +32,44 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """Both keys of one side, Z85 text of 40 bytes each; the secret one is not shown."""
+class Keys:
+    """The pair of one side, and of one that connects the key that the listening side must have: Z85, 40 bytes each."""
 
+    folder: Path
     name: str
     public: bytes
     secret: bytes = field(repr=False)
+    server: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerKeys:
-    """The pair of a listening side and the folder with the public keys that may connect, read at every handshake."""
+class Gate(ThreadAuthenticator):
+    """Answers handshakes of all sockets of `context`: the public keys in `folder` may connect, except for the broker's.
 
-    pair: Pair
-    folder: Path
+    The folder is read at every handshake. Who is let in is known by the name of its key (`User-Id`).
+    """
 
-    def who(self, public: bytes) -> str | None:
-        """Name of the key that may connect, None when it is unknown. Raises `ConfigError` when the folder is open."""
-        check_folder(self.folder)
-        for path in self.folder.glob(f"*{PUBLIC}"):
-            if path.stem != BROKER and read_public(path) == public:
-                return path.stem
-        return None
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: Path) -> None:
+        super().__init__(context, log=log)
+        self._folder, self._name = folder, ""
+        self.configure_curve_callback(DOMAIN, self)
+        self.start()
 
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether the owner of this public key may come in."""
+        try:
+            check_folder(self._folder)
+            others = (path for path in self._folder.glob(f"*{PUBLIC}") if path.stem != BROKER)
+            self._name = next((path.stem for path in others if read_public(path) == key), "")
+        except Exception as error:  # who cannot be judged stays outside; the gate stays there for the others
+            log.error("a handshake could not be judged, nobody is let in: %s", error)
+            return False
+        if not self._name:
+            log.warning("a peer with a key that is not in %s is refused", self._folder)
+        return bool(self._name)
 
-@dataclass(frozen=True, slots=True)
-class ClientKeys:
-    """The pair of a connecting side and the public key that the listening side must have."""
-
-    pair: Pair
-    server: bytes
-    folder: Path
+    def curve_user_id(self, client_public_key: bytes) -> str:
+        """The name of the key that `callback` has just let in."""
+        return self._name
 
 
 def write(folder: Path, names: Iterable[str] = ()) -> list[Path]:
@@ -83,7 +94,7 @@ def write(folder: Path, names: Iterable[str] = ()) -> list[Path]:
     return written
 
 
-def server_keys(folder: str | Path | None, endpoint: str, name: str = BROKER) -> ServerKeys | None:
+def server_keys(folder: str | Path | None, endpoint: str, name: str = BROKER) -> Keys | None:
     """What the listening side `name` needs; None where no keys are used: without a folder, and over ipc.
 
     Raises `ConfigError` that names the file that is missing, open or broken.
@@ -92,12 +103,10 @@ def server_keys(folder: str | Path | None, endpoint: str, name: str = BROKER) ->
         return None
     folder = Path(folder)
     check_folder(folder)
-    return ServerKeys(_read_pair(folder / f"{name}{SECRET}"), folder)
+    return _read_pair(folder / f"{name}{SECRET}")
 
 
-def client_keys(
-    folder: str | Path | None, endpoint: str, role: str, name: str, server: str = BROKER
-) -> ClientKeys | None:
+def client_keys(folder: str | Path | None, endpoint: str, role: str, name: str, server: str = BROKER) -> Keys | None:
     """What a connecting side needs: its own pair (named like itself, else like its role; visitors: any) and the
     public key of `server`. None where no keys are used: without a folder, and over ipc.
 
@@ -112,7 +121,7 @@ def client_keys(
         wanted = [name, GENERATOR, SUPERVISOR, LEARNER, *(path.stem for path in sorted(folder.glob(f"*{SECRET}")))]
     for own in wanted:
         if own != BROKER and (path := folder / f"{own}{SECRET}").exists():
-            return ClientKeys(_read_pair(path), read_public(folder / f"{server}{PUBLIC}"), folder)
+            return replace(_read_pair(path), server=read_public(folder / f"{server}{PUBLIC}"))
     texts = " or ".join(f"{own}{SECRET}" for own in dict.fromkeys(wanted[:2]))
     raise ConfigError(f"keys: {folder} has no {texts}: {role} {name} cannot show who it is")
 
@@ -134,14 +143,14 @@ def read_public(path: Path) -> bytes:
     return _certificate(path)[0]
 
 
-def _read_pair(path: Path) -> Pair:
+def _read_pair(path: Path) -> Keys:
     check_private(path, 0o600)
     public, secret = _certificate(path)
     if secret is None:
         raise ConfigError(f"keys: {path} holds no secret key")
     if zmq.curve_public(secret) != public:
         raise ConfigError(f"keys: {path}: the public key does not belong to the secret one")
-    return Pair(path.stem, public, secret)
+    return Keys(path.parent, path.stem, public, secret)
 
 
 def _certificate(path: Path) -> tuple[bytes, bytes | None]:

@@ -8,11 +8,24 @@ what is unanswered once more. So a message arrives at least once, and is worked 
 from __future__ import annotations
 
 from collections import OrderedDict
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Final
 
-from sao.transport.messages import Buffer
+from sao.transport.encoding import encode
+from sao.transport.messages import Buffer, Message
 
 WINDOW: Final = 4096  # messages of one sender that may wait for an answer
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A message that waits for its answer."""
+
+    message: Message
+    wire: list[Buffer]
+    deadline_s: float | None
+    answer: Future[Message] = field(default_factory=Future)
 
 
 class Link:
@@ -20,24 +33,14 @@ class Link:
 
     def __init__(self) -> None:
         self._next = 1
-        self._out: OrderedDict[int, list[Buffer]] = OrderedDict()  # its first is found at once
-        self._answers: OrderedDict[int, list[Buffer] | None] = OrderedDict()
+        self.sent: OrderedDict[int, Sent] = OrderedDict()  # unanswered, in order; its first is found at once
+        self.answers: OrderedDict[int, list[Buffer] | None] = OrderedDict()  # None: still to be given
         self._floor = 0
 
     @property
     def low(self) -> int:
         """The smallest number that still waits for an answer."""
-        return next(iter(self._out), self._next)
-
-    @property
-    def waiting(self) -> int:
-        """Messages sent and not yet answered."""
-        return len(self._out)
-
-    @property
-    def remembered(self) -> int:
-        """Messages received whose answer is kept, or still to be given."""
-        return len(self._answers)
+        return next(iter(self.sent), self._next)
 
     @property
     def open(self) -> bool:
@@ -46,29 +49,24 @@ class Link:
 
     # -- outgoing
 
-    def number(self) -> int:
-        """Reserves the next number."""
+    def send(self, message: Message, max_message_bytes: int, deadline_s: float | None = None) -> tuple[int, Sent]:
+        """Numbers and encodes a message, and keeps it until it is settled. Raises `WireError`: then it is not sent."""
         seq = self._next
-        self._next += 1
-        self._out[seq] = []
-        return seq
+        sent = Sent(message, encode(message, max_message_bytes, seq=seq, low=self.low), deadline_s)
+        self.sent[seq], self._next = sent, seq + 1
+        return seq, sent
 
-    def sent(self, seq: int, wire: list[Buffer]) -> None:
-        """Keeps the encoded message until it is answered."""
-        if seq in self._out:
-            self._out[seq] = wire
-
-    def settle(self, seq: int) -> bool:
-        """Forgets an outgoing message: it was answered or given up. False when it was not waited for."""
-        return self._out.pop(seq, None) is not None
+    def settle(self, seq: int) -> Sent | None:
+        """Forgets an outgoing message: it was answered or given up. `None` when it was not waited for."""
+        return self.sent.pop(seq, None)
 
     def unanswered(self) -> list[list[Buffer]]:
         """All encoded messages that wait for an answer, in order."""
-        return [wire for wire in self._out.values() if wire]
+        return [sent.wire for sent in self.sent.values()]
 
     def restart(self) -> None:
         """The other end has forgotten this one: its numbers begin anew."""
-        self._answers.clear()
+        self.answers.clear()
         self._floor = 0
 
     # -- incoming
@@ -77,20 +75,20 @@ class Link:
         """Whether a numbered message is seen for the first time. Forgets answers that the sender has received."""
         if low > self._floor:
             self._floor = low
-            while self._answers and next(iter(self._answers)) < self._floor:  # they came in order, but for repeats
-                self._answers.popitem(last=False)
+            while self.answers and next(iter(self.answers)) < self._floor:  # they came in order, but for repeats
+                self.answers.popitem(last=False)
         if seq == 0:
             return True
-        if seq < self._floor or seq in self._answers or len(self._answers) >= 2 * WINDOW:
+        if seq < self._floor or seq in self.answers or len(self.answers) >= 2 * WINDOW:
             return False
-        self._answers[seq] = None
+        self.answers[seq] = None
         return True
 
     def answered(self, seq: int, wire: list[Buffer]) -> None:
         """Keeps an answer for the case that it is lost."""
-        if seq in self._answers:
-            self._answers[seq] = wire
+        if seq in self.answers:
+            self.answers[seq] = wire
 
     def answer(self, seq: int) -> list[Buffer] | None:
         """The kept answer, `None` while the message is still worked on or was forgotten."""
-        return self._answers.get(seq)
+        return self.answers.get(seq)

@@ -16,8 +16,7 @@ from msgspec import structs
 from sao import _core
 from sao.errors import Error, TransportError, WireError
 from sao.transport.encoding import Header, decode, encode
-from sao.transport.gate import Gate
-from sao.transport.keys import ServerKeys, may_join
+from sao.transport.keys import Gate, Keys, may_join
 from sao.transport.link import WINDOW, Link
 from sao.transport.messages import Ack, Buffer, Bye, Hello, Message, Ping, Pong, Refusal, Welcome
 from sao.transport.sockets import Limits, bind_router, check_endpoint, receive, send
@@ -93,7 +92,7 @@ class Mailbox:
         on_join: Callable[[Peer], Welcome],
         on_leave: Callable[[Peer, str], None],
         limits: Limits,
-        keys: ServerKeys | None = None,
+        keys: Keys | None = None,
     ) -> None:
         self._on_join, self._on_leave, self._limits = on_join, on_leave, limits
         self._to_send: dict[Peer, None] = {}  # peers with something in their outbox, in order
@@ -103,7 +102,7 @@ class Mailbox:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gate: Gate | None = None
         try:
-            self._gate = None if keys is None else Gate(self._context, keys)
+            self._gate = None if keys is None else Gate(self._context, keys.folder)
             self.socket, self.endpoint = bind_router(self._context, endpoint, limits, keys)
         except BaseException:
             self._close(0)
@@ -131,10 +130,8 @@ class Mailbox:
         if peer.overrun or not peer.link.open:
             peer.overrun = True  # something is missing from now on: it is dropped at the next beat, not in mid-decision
             return
-        low, seq = peer.link.low, peer.link.number()
-        wire = encode(message, self._limits.max_message_bytes, seq=seq, low=low)
-        peer.link.sent(seq, wire)
-        self._post(peer, wire)
+        _, sent = peer.link.send(message, self._limits.max_message_bytes)
+        self._post(peer, sent.wire)
 
     def reply(self, request: Request[Any], answer: Message) -> None:
         """Answers a request, now or later; without effect when the peer is gone."""

@@ -6,9 +6,9 @@ otherwise.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
-import stat
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +19,7 @@ import zmq
 
 from sao.config.sections import TransportSection
 from sao.errors import TransportError
-from sao.transport.gate import DOMAIN
-from sao.transport.keys import ClientKeys, ServerKeys, check_private
+from sao.transport.keys import DOMAIN, Keys, check_private
 from sao.transport.messages import Buffer
 
 IPC_PATH_LIMIT: Final = 107  # bytes of sockaddr_un.sun_path without the terminating zero
@@ -71,30 +70,8 @@ def check_endpoint(endpoint: str) -> Path | None:
     return Path(rest)
 
 
-def clear_stale(path: Path) -> None:
-    """Removes the socket file of a process that is gone. Raises `TransportError` on a live socket or any other kind
-    of file.
-    """
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise TransportError(f"{path}: exists and is not a socket; it is not removed")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            path.unlink(missing_ok=True)
-            return
-        except OSError as error:
-            raise TransportError(f"{path}: cannot be probed: {error}") from None
-    raise TransportError(f"{path}: another process listens here")
-
-
 def bind_router(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, limits: Limits, keys: ServerKeys | None = None
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, limits: Limits, keys: Keys | None = None
 ) -> tuple[zmq.Socket[bytes], str]:
     """A listening ROUTER and its endpoint (the port is filled in when 0 was asked for). Raises `TransportError`.
 
@@ -103,14 +80,19 @@ def bind_router(
     path = check_endpoint(endpoint)
     if path is not None:
         check_private(path.parent, 0o700, TransportError)
-        clear_stale(path)
+        if path.is_symlink() or (path.exists() and not path.is_socket()):
+            raise TransportError(f"{path}: exists and is not a socket; it is not removed")
+        with socket.socket(socket.AF_UNIX) as probe:  # ZeroMQ takes the place of any socket, also of a live one
+            probe.settimeout(1.0)
+            if probe.connect_ex(str(path)) not in (errno.ENOENT, errno.ECONNREFUSED):
+                raise TransportError(f"{path}: another process listens here")
     router = context.socket(zmq.ROUTER)
     _options(router, limits)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to a peer that is gone is an error, not a silent loss
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reconnecting peer keeps its identity at once
     if keys is not None:
         router.curve_server = True
-        router.curve_secretkey = keys.pair.secret
+        router.curve_secretkey = keys.secret
         router.zap_domain = DOMAIN.encode()
     try:
         router.bind(_numeric(endpoint))
@@ -136,7 +118,7 @@ def make_dealer(
     endpoint: str,
     identity: bytes,
     limits: Limits,
-    keys: ClientKeys | None = None,
+    keys: Keys | None = None,
 ) -> zmq.Socket[bytes]:
     """A DEALER for `endpoint`, to be connected by `connect`. Raises `TransportError`."""
     check_endpoint(endpoint)
@@ -151,7 +133,7 @@ def make_dealer(
     dealer.setsockopt(zmq.CONNECT_TIMEOUT, STALLED_MS)
     if keys is not None:
         dealer.curve_serverkey = keys.server
-        dealer.curve_publickey, dealer.curve_secretkey = keys.pair.public, keys.pair.secret
+        dealer.curve_publickey, dealer.curve_secretkey = keys.public, keys.secret
     return dealer
 
 

@@ -10,7 +10,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from sao.errors import TransportError
-from sao.transport.keys import ClientKeys
+from sao.transport.keys import Keys
 
 _EVENTS: Final = (
     zmq.Event.CONNECTED
@@ -26,7 +26,7 @@ _EVENTS: Final = (
 class Watch:
     """Of one connecting socket, in the thread that owns it. `socket` is to be polled for reading."""
 
-    def __init__(self, watched: zmq.Socket[bytes], endpoint: str, keys: ClientKeys | None) -> None:
+    def __init__(self, watched: zmq.Socket[bytes], endpoint: str, keys: Keys | None) -> None:
         self._watched, self._endpoint, self._keys = watched, endpoint, keys
         self._found = self._faulty = False
         self.connected = False
@@ -55,7 +55,7 @@ class Watch:
             if not self._faulty:
                 self.trouble = "something listens there and has not answered the handshake yet"
         elif kind == zmq.Event.HANDSHAKE_FAILED_AUTH and keys is not None:
-            text = f"the key {keys.pair.name!r} of {keys.folder} is not known there"
+            text = f"the key {keys.name!r} of {keys.folder} is not known there"
             self.fatal = TransportError(f"{self._endpoint}: refused: {text}")
         elif (
             kind == zmq.Event.HANDSHAKE_FAILED_PROTOCOL

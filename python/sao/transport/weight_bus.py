@@ -23,7 +23,7 @@ from typing import Final
 from sao.errors import Error, TransportError, WeightsError
 from sao.transport.actor import Actor
 from sao.transport.client import Client
-from sao.transport.keys import GENERATOR, ClientKeys, ServerKeys
+from sao.transport.keys import GENERATOR, Keys
 from sao.transport.mailbox import Peer, Request
 from sao.transport.messages import (
     WEIGHTS_FILES,
@@ -53,7 +53,7 @@ MESSAGE_BYTES: Final = LARGEST_BYTES + (1 << 16)
 class WeightsServer:
     """Serves published versions at `endpoint` from a thread of its own, to generators only."""
 
-    def __init__(self, endpoint: str, limits: Limits, keys: ServerKeys | None = None) -> None:
+    def __init__(self, endpoint: str, limits: Limits, keys: Keys | None = None) -> None:
         """Listens at once; a host name is looked up, `*` is every interface. Raises `TransportError`."""
         self._lock = threading.Lock()
         self._files: dict[int, int] = {}  # descriptors by version; the one published or asked for last comes last
@@ -139,7 +139,7 @@ class Puller:
         *,
         name: str,
         incarnation: int = 0,
-        keys: ClientKeys | None = None,
+        keys: Keys | None = None,
     ) -> None:
         self.endpoint, self._folder, self._patience_s = endpoint, folder, limits.peer_timeout_s
         timeout_s = max(self._patience_s, 3 * limits.heartbeat_s)
