@@ -72,7 +72,7 @@ async def measure(folder: Path, updates: int) -> dict[str, Any]:
     engine = VllmEngine(model, context_tokens=256, concurrency=16, vllm_args=arguments)
     live = Live(engine, partial(make_model, **SHAPE), folder / "published", WORKERS, rss=resident)
     began = time.monotonic()
-    await engine.start(None)
+    await engine.start()
     start_s = time.monotonic() - began
     try:
         rate, firsts = await live.steady(STEADY_S)

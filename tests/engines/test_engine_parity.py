@@ -47,7 +47,7 @@ class Both:
         self.vllm = VllmEngine(folder, context_tokens=CONTEXT, concurrency=16, vllm_args=arguments)
         self.torch = TorchEngine(folder, slots=16, context_tokens=CONTEXT, seed=1, threads=1)
         for engine in self.engines:
-            self.runner.run(engine.start(None))
+            self.runner.run(engine.start())
         self.numbers = itertools.count()
         self.rng = np.random.default_rng(0)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny_model import make_folder, make_model
 
+from sao.engines import decoder
 from sao.engines.base import Completion, Request
 from sao.engines.torch_engine import TorchEngine, load_model
 from sao.errors import ClosedError, EngineError, WeightsError
@@ -47,7 +48,7 @@ def compare(models: dict[int, torch.nn.Module], asked: Request, completion: Comp
 
 async def started(folder: Path, slots: int = 4, context: int = 64, seed: int = 7) -> TorchEngine:
     engine = TorchEngine(folder, slots=slots, context_tokens=context, seed=seed)
-    await engine.start(None)
+    await engine.start()
     return engine
 
 
@@ -195,13 +196,13 @@ def test_requests_that_come_while_weights_change_are_all_served_and_hold_up_no_u
     assert max(compare(models, *pair) for pair in pairs) < TOLERANCE
 
 
-def test_long_prompts_are_prefilled_in_parts(tiny_model: Path) -> None:
+def test_long_prompts_are_prefilled_in_parts(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder, "PREFILL_TOKENS", 64)
     models = {0: load_model(tiny_model)}
     rng = np.random.default_rng(3)
 
     async def main() -> float:
         engine = await started(tiny_model, slots=8, context=400)
-        engine._decoder._prefill_tokens = 64
         asked = [request(f"s{i}", prompt, 5) for i, prompt in enumerate(prompts(rng, 12, 1, 380))]
         done = await asyncio.gather(*(engine.generate(one) for one in asked))
         await engine.close()
@@ -402,7 +403,7 @@ def test_release_cancel_and_close_end_requests_in_flight(tiny_model: Path) -> No
             await engine.generate(request("after", np.array([3])))
 
     asyncio.run(main())
-    assert not [thread for thread in threading.enumerate() if thread.name == "torch-engine"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("torch-engine")]
 
 
 def test_more_sessions_than_slots_are_all_served(tiny_model: Path) -> None:
@@ -442,7 +443,7 @@ def test_a_fault_of_the_model_reaches_every_caller(tiny_model: Path, monkeypatch
 
 def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
     async def main() -> None:
-        await TorchEngine(tmp_path / "none", slots=1, context_tokens=8, seed=0).start(None)
+        await TorchEngine(tmp_path / "none", slots=1, context_tokens=8, seed=0).start()
 
     with pytest.raises(EngineError, match=r"none: no config\.json"):
         asyncio.run(main())

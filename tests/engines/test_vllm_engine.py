@@ -46,7 +46,7 @@ class Served:
         self.models = {0: make_model(0, **SHAPE)}
         self.runner = asyncio.Runner()
         self.engine = VllmEngine(folder, context_tokens=CONTEXT, concurrency=16, vllm_args=ARGS)
-        self.run(self.engine.start(None))
+        self.run(self.engine.start())
         self.numbers = itertools.count()
         self.rng = np.random.default_rng(0)
 
@@ -186,7 +186,7 @@ def test_arguments_that_the_engine_relies_on_are_refused(served: Served, tmp_pat
 def test_a_model_that_vllm_cannot_compute_is_refused_at_the_start(tmp_path: Path) -> None:
     engine = VllmEngine(make_folder(tmp_path, head_dim=16), context_tokens=64, vllm_args=ARGS)
     with pytest.raises(EngineError, match="heads of size 16"):
-        asyncio.run(engine.start(None))
+        asyncio.run(engine.start())
 
 
 def test_release_ends_a_request_and_keeps_what_was_sampled(served: Served) -> None:
@@ -400,7 +400,7 @@ from sao.engines.vllm.engine import VllmEngine
 
 async def main():
     engine = VllmEngine(sys.argv[1], context_tokens=64, vllm_args={"kv_cache_memory_bytes": 1 << 26})
-    await engine.start(None)
+    await engine.start()
     print("ready", engine._folder, flush=True)
     await asyncio.sleep(600)
 

@@ -72,7 +72,7 @@ def test_adapters_are_replaced_in_flight(tmp_path: Path) -> None:
     async def play() -> dict[str, object]:
         engine = VllmEngine(folder, context_tokens=256, concurrency=8, vllm_args=arguments)
         live = LiveAdapters(engine, merged, tmp_path, workers=4, new_tokens=80)
-        await engine.start(None)
+        await engine.start()
         try:
             base = asyncio.ensure_future(engine.generate(live.request(200)))
             await asyncio.sleep(0.1)

@@ -35,7 +35,7 @@ class Served:
         self.published, self.runner = folder / "published", asyncio.Runner()
         arguments = {"kv_cache_memory_bytes": 64 << 20}
         self.engine = VllmEngine(model, context_tokens=256, concurrency=8, vllm_args=arguments)
-        self.runner.run(self.engine.start(None))
+        self.runner.run(self.engine.start())
 
     def live(self, workers: int = 5, **more: Any) -> Live:
         return Live(self.engine, partial(make_model, **SHAPE), self.published, workers, new_tokens=80, **more)
@@ -65,11 +65,10 @@ def test_every_token_is_of_the_version_that_it_names(served: Served) -> None:
 
 def test_with_kept_keys_requests_go_on_and_new_ones_see_no_old_key(served: Served, monkeypatch: pytest.MonkeyPatch):
     """Behind an update in flight no single version gives the log-probs; before it, and in later requests, one does."""
-    monkeypatch.setattr(served.engine, "_recompute", False)
+    monkeypatch.setattr(served.engine, "_after", "keep")
     first = served.engine.version + 1
     live = served.live(seed=99)
     served.runner.run(live.play(range(first, first + 4), 0.1))
-    assert served.engine.metadata["kv_after_update"] == "keep"
     assert {completion.stop_reason for _, completion in live.done} == {"length"}  # none was aborted
     checked = live.check(first_spans=True)
     assert checked["requests_over_several_versions"] >= 3, checked

@@ -75,7 +75,7 @@ def play(engine: Engine, config: Config) -> Trajectory:
         renderer = Renderer(config.model.path)
         environment = Workspace(modules=MODULES, output_chars=700, wall_s=15.0, allow_unprotected=True)
         task = Assignment(ordinal=0, attempt=0, seed=SEED, split="train")
-        await engine.start(None)
+        await engine.start()
         try:
             shared = Compactor(config, renderer)
             return await run_episode(Recorder(engine, renderer, config, task, 1), environment, compactor=shared)

@@ -33,7 +33,7 @@ def test_vllm_serves_a_checkpoint(tmp_path):
     engine = VllmEngine(path, context_tokens=256, concurrency=4, vllm_args={"kv_cache_memory_bytes": 64 << 20})
 
     async def serve():
-        await engine.start(None)
+        await engine.start()
         try:
             prompt = np.random.default_rng(0).integers(3, 48, 20).astype(np.int32)
             request = Request("r", "s", prompt, 16, 1.0, ())

@@ -42,7 +42,7 @@ async def played(engine: Engine, config: Config) -> list[Trajectory]:
     compactor = Compactor(config, renderer)
     rng = np.random.default_rng(1)
     talks = [Talk([int(n) for n in rng.integers(1, 12, 16)], turn_rewards={3: 0.5}) for _ in range(N_EPISODES)]
-    await engine.start(None)
+    await engine.start()
     try:
         return list(
             await asyncio.gather(

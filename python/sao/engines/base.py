@@ -101,16 +101,17 @@ class Engine(ABC):
     samples a request that makes sense, and takes weights that are newer.
 
     version: of the weights that sample the next token. closed: `close` was called. failure: why it will never sample
-    again.
+    again. metadata: of the engine in a trajectory: `engine`, `version_source` and `kv_after_update`.
     """
 
     def __init__(self, context_tokens: int = UNLIMITED) -> None:
         self.version = 0
         self.closed = False
         self.failure: Exception | None = None
+        self.metadata: dict[str, str] = {}
         self._context, self._vocabulary = context_tokens, UNLIMITED
         self._fingerprints: dict[int, str] = {}
-        self._flights: dict[str, Flight] = {}
+        self._flights: dict[str, Flight] = {}  # by session
         self._started = self._ready = False
         self._updating = asyncio.Lock()
         self._sampled_tokens = 0
@@ -121,24 +122,14 @@ class Engine(ABC):
         """Fingerprint of the present weights, 32 hex characters; empty before the start."""
         return self._fingerprints.get(self.version, "")
 
-    @property
-    @abstractmethod
-    def metadata(self) -> dict[str, str]:
-        """The engine in a trajectory's metadata: `engine`, `version_source` and `kv_after_update`."""
-
-    async def start(self, ref: WeightsRef | None = None) -> None:
-        """Loads the model; with `ref` the published weights instead of those in the model folder (version 0).
-
-        Raises `EngineError`, also when started twice, and `WeightsError` when `ref` does not fit the model.
-        """
+    async def start(self) -> None:
+        """Loads the model, version 0. Raises `EngineError`, also when started twice."""
         if self._started:
             raise EngineError("engine: started twice")
         self._started = True
         try:
             self._fingerprints[0] = await self._start()
             self._ready = True
-            if ref is not None:
-                await self.update_weights(ref)
         except BaseException:
             await self.close()
             raise
@@ -148,15 +139,8 @@ class Engine(ABC):
 
         Cancelling the awaiting task drops the request.
         """
-        check_request(request)
+        self._check(request)
         self._check_usable()
-        who, largest = f"request {request.id}", int(request.prompt_ids.max())
-        if largest >= self._vocabulary:
-            raise EngineError(f"{who}: prompt_ids: token {largest}, vocabulary of {self._vocabulary}")
-        if request.id in self._flights:
-            raise EngineError(f"{who}: a request of this id is in flight")
-        if self._flights_of(request.session):
-            raise EngineError(f"{who}: session {request.session} already has a request in flight")
         room = self._context - request.prompt_ids.size
         if room <= 0:
             return no_tokens("context")
@@ -164,11 +148,11 @@ class Engine(ABC):
             request = replace(request, max_new_tokens=room)
         if not self._flights:
             self._busy_since = time.perf_counter()
-        flight = self._flights[request.id] = Flight(request, self.version)
+        flight = self._flights[request.session] = Flight(request, self.version)
         try:
             completion = await self._sample(flight)
         finally:
-            del self._flights[request.id]
+            del self._flights[request.session]
             if not self._flights:
                 self._busy_s += time.perf_counter() - self._busy_since
         self._sampled_tokens += completion.token_ids.size
@@ -182,7 +166,7 @@ class Engine(ABC):
         when `ref.version` is below the present version. Also finished when the caller is cancelled: an update that was
         begun is never left half done.
         """
-        await asyncio.shield(asyncio.ensure_future(self._update(ref)))
+        await asyncio.shield(self._update(ref))
 
     async def _update(self, ref: WeightsRef) -> None:
         async with self._updating:
@@ -252,24 +236,25 @@ class Engine(ABC):
         if not self._ready:
             raise EngineError("engine: has not been started")
 
-    def _flights_of(self, session: str) -> list[Flight]:
-        return [flight for flight in self._flights.values() if flight.request.session == session]
+    def _check(self, request: Request) -> None:
+        """Raises `EngineError` that names the field when the request makes no sense."""
+        who, ids = f"request {request.id}", request.prompt_ids
+        if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.size == 0:
+            raise EngineError(f"{who}: prompt_ids: expected a non-empty int32[n] array")
+        for token in (int(ids.min()), int(ids.max())):
+            if not 0 <= token < self._vocabulary:
+                raise EngineError(f"{who}: prompt_ids: token {token}, vocabulary of {self._vocabulary}")
+        if request.max_new_tokens < 1:
+            raise EngineError(f"{who}: max_new_tokens: {request.max_new_tokens}, expected >= 1")
+        if not (np.isfinite(request.temperature) and request.temperature >= 0):
+            raise EngineError(f"{who}: temperature: {request.temperature}, expected a finite number >= 0")
+        if any(flight.request.id == request.id for flight in self._flights.values()):
+            raise EngineError(f"{who}: a request of this id is in flight")
+        if request.session in self._flights:
+            raise EngineError(f"{who}: session {request.session} already has a request in flight")
 
     def _fingerprints_of(self, spans: np.ndarray) -> dict[int, str]:
         return {version: self._fingerprints[version] for version in spans[:, 2].tolist()}
-
-
-def check_request(request: Request) -> None:
-    """Raises `EngineError` that names the field when the request makes no sense."""
-    ids = request.prompt_ids
-    if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.size == 0:
-        raise EngineError(f"request {request.id}: prompt_ids: expected a non-empty int32[n] array")
-    if int(ids.min()) < 0:
-        raise EngineError(f"request {request.id}: prompt_ids: negative token id {int(ids.min())}")
-    if request.max_new_tokens < 1:
-        raise EngineError(f"request {request.id}: max_new_tokens: {request.max_new_tokens}, expected >= 1")
-    if not (np.isfinite(request.temperature) and request.temperature >= 0):
-        raise EngineError(f"request {request.id}: temperature: {request.temperature}, expected a finite number >= 0")
 
 
 def no_tokens(reason: StopReason) -> Completion:
@@ -280,10 +265,5 @@ def no_tokens(reason: StopReason) -> Completion:
 def spans_of(versions: np.ndarray) -> np.ndarray:
     """Run-length form of one policy version per token: int64[m] -> int64[k, 3] rows (start, stop, version)."""
     versions = np.asarray(versions, dtype=np.int64)
-    if versions.size == 0:
-        return np.empty((0, 3), dtype=np.int64)
-    if (versions == versions[0]).all():
-        return np.array([[0, versions.size, versions[0]]], dtype=np.int64)
-    starts = np.concatenate(([0], np.flatnonzero(np.diff(versions)) + 1))
-    stops = np.concatenate((starts[1:], [versions.size]))
-    return np.stack([starts, stops, versions[starts]], axis=1).astype(np.int64)
+    edges = np.append(np.flatnonzero(np.diff(versions, prepend=-1)), versions.size)  # versions are >= 0
+    return np.stack([edges[:-1], edges[1:], versions[edges[:-1]]], axis=1)

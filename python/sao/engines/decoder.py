@@ -7,6 +7,7 @@ slots to 0, so that requests in flight recompute their context under the new wei
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from typing import Any
@@ -18,34 +19,30 @@ from transformers import Cache
 from sao.engines.base import Completion, Request, StopReason, no_tokens, spans_of
 from sao.engines.sampling import sample, uniforms
 from sao.engines.seeds import derive_seed
-from sao.errors import EngineError
+from sao.errors import EngineError, Error
 from sao.transport import weights
 
+PREFILL_TOKENS = 4096  # of one forward pass, padding included
 _READ_STEP = 16  # the length attention reads is rounded up to this
 _PREFILL_SHARE = 4  # prefill as soon as its rows are 1 in so many of those that decode
 _PREFILL_WAIT = 3  # decode steps that a lone prefill may be held back for others to join
 
-Ended = tuple[Request, Completion | EngineError]
+Ended = tuple[Request, Completion | Error]
 
 
 class SlotCache(Cache):
-    """The key/value cache of the decoder: one preallocated row (slot) per session.
+    """The key/value cache of the decoder: one row (slot) per session, reserved but not touched until used.
 
-    Keys and values of all layers, each [slots, context + 1, kv heads, head dim] (heads inside positions, so that a
-    token's keys are one contiguous row). Position `context` takes what padding writes and is never read. The model
-    calls `update` once a layer; `aim` has set before which rows the batch stands for and where their new tokens go, so
-    nothing is moved when sessions come and go. Memory is reserved but not touched until used.
+    Keys and values of a layer, each [slots, context + 1, kv heads, head dim] (heads inside positions, so that a token's
+    keys are one contiguous row). Position `context` takes what padding writes and is never read. The model calls
+    `update` once a layer; `aim` has set before which rows the batch stands for and where their new tokens go, so
+    nothing is moved when sessions come and go.
     """
 
     def __init__(self, slots: int, context: int) -> None:
         super().__init__(layers=[])
-        self.slots = slots
-        self.context = context
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
-        self._rows: torch.Tensor | int = 0
-        self._write = torch.empty(0, dtype=torch.int64)
-        self._read = 0
+        self._shape = slots, context + 1
+        self._stores: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def aim(self, rows: torch.Tensor | int, write: torch.Tensor, read: int) -> None:
         """Sets what the next forward pass is about.
@@ -60,28 +57,21 @@ class SlotCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores keys and values [b, kv heads, t, head dim]; returns those to see, [b, kv heads, read, head dim]."""
-        while len(self._keys) <= layer_idx:
-            self._keys.append(self._allocate(key_states))
-            self._values.append(self._allocate(value_states))
-        return self._swap(self._keys[layer_idx], key_states), self._swap(self._values[layer_idx], value_states)
-
-    def clear(self) -> None:
-        """Zeroes everything: a NaN that a broken version left behind would reach others through 0 x NaN."""
-        with torch.inference_mode():  # the tensors were made in it
-            for tensor in (*self._keys, *self._values):
-                tensor.zero_()
+        if layer_idx == len(self._stores):
+            self._stores.append((self._allocate(key_states), self._allocate(value_states)))
+        keys, values = self._stores[layer_idx]
+        return self._swap(keys, key_states), self._swap(values, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: positions and mask are always given to the model, nothing is derived from the cache."""
         return 0
 
     def _allocate(self, states: torch.Tensor) -> torch.Tensor:
-        _, heads, _, size = states.shape
-        return torch.zeros(self.slots, self.context + 1, heads, size, dtype=states.dtype, device=states.device)
+        return states.new_zeros(*self._shape, states.shape[1], states.shape[3])
 
     def _swap(self, store: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        heads, size = store.shape[2:]
-        store.view(-1, heads, size).index_copy_(0, self._write, states.transpose(1, 2).reshape(-1, heads, size))
+        new = states.transpose(1, 2).flatten(0, 1)
+        store.flatten(0, 1).index_copy_(0, self._write, new)
         if isinstance(self._rows, int):
             return store[: self._rows, : self._read].transpose(1, 2)
         return store[:, : self._read].index_select(0, self._rows).transpose(1, 2)
@@ -95,7 +85,7 @@ class Decoder:
     no seed of their own: request number k gets a stream derived from (seed, k).
     """
 
-    def __init__(self, model: torch.nn.Module, slots: int, context: int, seed: int, prefill_tokens: int = 4096) -> None:
+    def __init__(self, model: torch.nn.Module, slots: int, context: int, seed: int) -> None:
         self.model = model.eval()
         self.context = context
         self.version = 0
@@ -105,51 +95,43 @@ class Decoder:
         self._cache = SlotCache(slots, context)
         self._seed = seed
         self._admitted = 0
-        self._prefill_tokens = prefill_tokens
         self._held_back = 0
-        self._poisoned = False
         self._ended: list[Ended] = []
-        self._sessions: OrderedDict[str, int] = OrderedDict()  # least recently used first
-        self._free = list(range(slots - 1, -1, -1))
-        self._requests: list[Request | None] = [None] * slots
+        self._running: dict[int, Request] = {}  # by slot
+        # Slots by session, the one to be used next first: free ones under their number, then the least recently used.
+        self._sessions: OrderedDict[str | int, int] = OrderedDict((slot, slot) for slot in range(slots))
         self._tokens = np.zeros((slots, context), np.int64)
         self._logprobs = np.zeros((slots, context), np.float32)
         self._versions = np.zeros((slots, context), np.int64)
-        self._active = np.zeros(slots, bool)
         self._length = np.zeros(slots, np.int64)  # ids held
         self._cached = np.zeros(slots, np.int64)  # of them with valid keys and values
         self._start = np.zeros(slots, np.int64)  # where the completion begins
         self._limit = np.zeros(slots, np.int64)  # length at which sampling ends
         self._seeds = np.zeros(slots, np.int64)
         self._temperature = np.ones(slots, np.float32)
-        self._stops = np.full((slots, 1), -1, np.int64)
 
     @property
     def running(self) -> int:
         """Requests that hold a slot."""
-        return int(self._active.sum())
+        return len(self._running)
 
     @property
     def busy(self) -> bool:
         """Whether `step` has something to do."""
-        return bool(self.waiting or self._ended or self._active.any())
+        return bool(self.waiting or self._ended or self._running)
 
     def set_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Copies the tensors into the model and drops all cached keys and values; further tokens carry this version.
 
         Names are those of `weights_of` the model. Raises `WeightsError` before anything is changed (see `weights.fit`).
         """
-        wanted = weights_of(self.model)
-        first = {id(tensor): name for name, tensor in wanted.items()}
-        names = {name: first[id(tensor)] for name, tensor in self.model.state_dict(keep_vars=True).items()}
-        found = weights.fit(version, tensors, wanted, {name: one for name, one in names.items() if name != one})
+        wanted, tied = weights_of(self.model)
+        found = weights.fit(version, tensors, wanted, tied)
         with torch.no_grad():
             for name, tensor in wanted.items():
                 tensor.copy_(found[name])
         self._cached[:] = 0
-        if self._poisoned:
-            self._cache.clear()
-            self._poisoned = False
+        self._cache = SlotCache(len(self._cached), self.context)  # a NaN of broken weights would spread by 0 x NaN
         self.version = version
 
     def add(self, request: Request) -> None:
@@ -158,10 +140,9 @@ class Decoder:
 
     def abort(self, request: Request) -> None:
         """Drops a request without a completion; what its session has cached stays."""
-        slot = self._sessions.get(request.session)
         if request in self.waiting:
             self.waiting.remove(request)
-        elif slot is not None and self._requests[slot] is request:
+        elif self._running.get(slot := self._sessions.get(request.session, -1)) is request:
             self._finish(slot, "abort")
 
     def release(self, session: str) -> None:
@@ -171,26 +152,26 @@ class Decoder:
             self._ended.append((request, no_tokens("abort")))
         slot = self._sessions.pop(session, None)
         if slot is not None:
-            if self._active[slot]:
+            if slot in self._running:
                 self._ended.append(self._finish(slot, "abort"))
-            self._cached[slot] = 0
-            self._free.append(slot)
+            self._sessions[slot] = slot
+            self._sessions.move_to_end(slot, last=False)
 
     def step(self) -> list[Ended]:
         """Prefills what is new and samples one token for every other running request; returns what ended."""
         while self.waiting and self._admit(self.waiting[0]):
             self.waiting.popleft()
-        active = np.flatnonzero(self._active)
-        pending = self._length[active] - self._cached[active]
-        fresh, ready = active[pending > 1], active[pending == 1]
+        running = np.array(sorted(self._running), np.int64)
+        pending = self._length[running] - self._cached[running]
+        fresh, ready = running[pending > 1], running[pending == 1]
         # A pass costs nearly the same for one row as for many: let prefills gather unless they are all there is.
         self._held_back += 1
         if fresh.size and (_PREFILL_SHARE * fresh.size >= ready.size or self._held_back > _PREFILL_WAIT):
             self._held_back = 0
             for rows in self._chunks(fresh):
-                self._advance(rows, np.minimum(self._length[rows] - self._cached[rows], self._prefill_tokens))
+                self._advance(rows)
         if ready.size:
-            self._advance(ready, None)
+            self._advance(ready)
         ended, self._ended = self._ended, []
         return ended
 
@@ -210,123 +191,88 @@ class Decoder:
         own = derive_seed(self._seed, self._admitted) if request.seed is None else request.seed
         self._seeds[slot] = own & (2**63 - 1)
         self._temperature[slot] = request.temperature
-        stops = request.stop_token_ids
-        if len(stops) > self._stops.shape[1]:
-            more = np.full((self._stops.shape[0], len(stops) - self._stops.shape[1]), -1, np.int64)
-            self._stops = np.concatenate((self._stops, more), axis=1)
-        self._stops[slot] = -1
-        self._stops[slot, : len(stops)] = stops
-        self._requests[slot] = request
-        self._active[slot] = True
+        self._running[slot] = request
         self._admitted += 1
         return True
 
     def _slot_of(self, session: str) -> int | None:
-        slot = self._sessions.get(session)
-        if slot is None:
-            if self._free:
-                slot = self._free.pop()
-            else:
-                idle = next((name for name, at in self._sessions.items() if not self._active[at]), None)
-                if idle is None:
-                    return None
-                slot = self._sessions.pop(idle)
+        if session not in self._sessions:
+            idle = next((name for name, slot in self._sessions.items() if slot not in self._running), None)
+            if idle is None:
+                return None
+            self._sessions[session] = slot = self._sessions.pop(idle)
             self._cached[slot] = 0
-            self._sessions[session] = slot
         self._sessions.move_to_end(session)
-        return slot
+        return self._sessions[session]
 
     def _chunks(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Groups of like length whose padded size stays within `prefill_tokens`."""
-        pending = self._length[rows] - self._cached[rows]
-        rows = rows[np.argsort(pending, kind="stable")]
-        pending = np.minimum(np.sort(pending), self._prefill_tokens)
-        groups, begin = [], 0
-        for end in range(1, rows.size + 1):
-            if end == rows.size or (end + 1 - begin) * pending[end] > self._prefill_tokens:
-                groups.append(rows[begin:end])
-                begin = end
-        return groups
+        """Groups of like length whose padded size stays within `PREFILL_TOKENS`."""
+        pending = np.minimum(self._length[rows] - self._cached[rows], PREFILL_TOKENS)
+        groups: list[list[int]] = [[]]
+        for at in np.argsort(pending, kind="stable").tolist():
+            if groups[-1] and (len(groups[-1]) + 1) * pending[at] > PREFILL_TOKENS:
+                groups.append([])
+            groups[-1].append(at)
+        return [rows[group] for group in groups]
 
-    def _advance(self, rows: np.ndarray, new: np.ndarray | None) -> None:
-        """One forward pass over `new` ids a row (None: one each), then one token for the rows that are complete."""
-        if new is None:
-            logits = self._decode(rows)
-            self._cached[rows] += 1
-        else:
-            logits = self._prefill(rows, new)
-            self._cached[rows] += new
-            whole = self._cached[rows] == self._length[rows]
-            if not whole.all():
-                rows, logits = rows[whole], logits[torch.from_numpy(whole)]
-                if not rows.size:
-                    return
+    def _advance(self, rows: np.ndarray) -> None:
+        """One forward pass over the ids whose keys are missing, then one token for the rows that are complete."""
+        new = np.minimum(self._length[rows] - self._cached[rows], PREFILL_TOKENS)
+        logits = self._forward(rows, new)
+        self._cached[rows] += new
+        whole = self._cached[rows] == self._length[rows]
+        if not whole.all():
+            rows, logits = rows[whole], logits[torch.from_numpy(whole)]
+            if not rows.size:
+                return
         length = self._length[rows]
         draws = uniforms(self._seeds[rows], length - self._start[rows])
         tokens, logprobs = sample(logits, self._temperature[rows], draws)
         self._tokens[rows, length] = tokens
         self._logprobs[rows, length] = logprobs
         self._versions[rows, length] = self.version
-        length += 1
-        self._length[rows] = length
+        self._length[rows] = length + 1
         self.sampled_tokens += rows.size
-        stop = (self._stops[rows] == tokens[:, None]).any(1)
-        bad = ~np.isfinite(logprobs)
-        done = np.flatnonzero(stop | bad | (length >= self._limit[rows]))
-        for at in done.tolist():
-            request, completion = self._finish(int(rows[at]), "stop" if stop[at] else "length")
-            if bad[at]:
-                self._poisoned = True
-                self._cached[rows[at]] = 0
-                text = f"bad_logprob: request {request.id}: log-prob {logprobs[at]} under version {self.version}"
+        full = length + 1 >= self._limit[rows]
+        for slot, token, logprob, last in zip(
+            rows.tolist(), tokens.tolist(), logprobs.tolist(), full.tolist(), strict=True
+        ):
+            request = self._running[slot]
+            stop = token in request.stop_token_ids
+            if not math.isfinite(logprob):
+                self._finish(slot, "abort")
+                self._cached[slot] = 0
+                text = f"bad_logprob: request {request.id}: log-prob {logprob} under version {self.version}"
                 self._ended.append((request, EngineError(text)))
-            else:
-                self._ended.append((request, completion))
+            elif stop or last:
+                self._ended.append(self._finish(slot, "stop" if stop else "length"))
 
-    def _decode(self, rows: np.ndarray) -> torch.Tensor:
-        """Logits [len(rows), vocabulary] after the last id of each row."""
-        top = int(rows[-1]) + 1
-        # If most low slots run, compute on all of them: reading the cache in place beats copying the rows out. The
-        # others write to their first invalid position, which is overwritten before it is read.
-        dense = 2 * rows.size >= top
-        batch = np.arange(top) if dense else rows
-        positions = np.minimum(self._cached[batch], self.context - 1)
-        write = batch * (self.context + 1) + self._cached[batch]
-        ids = self._tokens[batch, positions]
-        logits = self._forward(top if dense else batch, ids[:, None], positions[:, None], write)
-        return logits[torch.from_numpy(rows)] if dense and rows.size < top else logits
-
-    def _prefill(self, rows: np.ndarray, new: np.ndarray) -> torch.Tensor:
+    def _forward(self, rows: np.ndarray, new: np.ndarray) -> torch.Tensor:
         """Logits [len(rows), vocabulary] after `new` more ids of each row, which are aligned at the right."""
-        width = int(new.max())
-        first = self._cached[rows][:, None]
-        positions = first + (new[:, None] - width) + np.arange(width)
-        padding = positions < first
-        write = rows[:, None] * (self.context + 1) + np.where(padding, self.context, positions)
+        batch, width, top = rows, int(new.max()), int(rows.max()) + 1
+        # If most low slots decode, compute on all of them: reading the cache in place beats copying the rows out.
+        dense = width == 1 and 2 * rows.size >= top
+        if dense:
+            batch, new = np.arange(top), np.bincount(rows)
+        first = self._cached[batch][:, None]
+        positions = first + new[:, None] - width + np.arange(width)
+        write = batch[:, None] * (self.context + 1) + np.where(positions < first, self.context, positions)
         positions = np.maximum(positions, 0)
-        return self._forward(rows, self._tokens[rows[:, None], positions], positions, write.reshape(-1))
-
-    def _forward(
-        self, rows: np.ndarray | int, ids: np.ndarray, positions: np.ndarray, write: np.ndarray
-    ) -> torch.Tensor:
         read = min(-(-(int(positions.max()) + 1) // _READ_STEP) * _READ_STEP, self.context)
         mask = np.where(np.arange(read) <= positions[:, None, :, None], np.float32(0), np.float32(-np.inf))
-        at = rows if isinstance(rows, int) else torch.from_numpy(rows)
-        self._cache.aim(at, torch.from_numpy(write), read)
+        self._cache.aim(top if dense else torch.from_numpy(rows), torch.from_numpy(write.reshape(-1)), read)
         with torch.inference_mode():
-            output = self.model(
-                input_ids=torch.from_numpy(ids),
+            logits = self.model(
+                input_ids=torch.from_numpy(self._tokens[batch[:, None], positions]),
                 attention_mask=torch.from_numpy(mask).to(self.model.dtype),  # type: ignore[arg-type]
                 position_ids=torch.from_numpy(positions),
                 past_key_values=self._cache,
                 use_cache=True,
                 logits_to_keep=1,
-            )
-            return output.logits[:, -1]
+            ).logits[:, -1]
+        return logits[torch.from_numpy(rows)] if rows.size < len(batch) else logits
 
     def _finish(self, slot: int, reason: StopReason) -> tuple[Request, Completion]:
-        request = self._requests[slot]
-        assert request is not None
         part = slice(int(self._start[slot]), int(self._length[slot]))
         completion = Completion(
             self._tokens[slot, part].astype(np.int32),
@@ -334,13 +280,11 @@ class Decoder:
             spans_of(self._versions[slot, part]),
             reason,
         )
-        self._requests[slot] = None
-        self._active[slot] = False
-        return request, completion
+        return self._running.pop(slot), completion
 
 
-def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters (a tied one once, under its first name) and saved buffers by name: what an update carries."""
-    saved = model.state_dict(keep_vars=True)
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
-    return {**dict(model.named_parameters()), **buffers}
+def weights_of(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """What an update carries: parameters and saved buffers by name; and the further names of tied ones -> the first."""
+    saved, first = model.state_dict(keep_vars=True), {}  # type: dict[str, torch.Tensor], dict[int, str]
+    tied = {name: one for name, tensor in saved.items() if (one := first.setdefault(id(tensor), name)) != name}
+    return {name: tensor for name, tensor in saved.items() if name not in tied}, tied

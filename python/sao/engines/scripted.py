@@ -53,6 +53,7 @@ class ScriptedEngine(Engine):
         record: bool = True,
     ) -> None:
         super().__init__()
+        self.metadata = {"engine": "scripted", "version_source": "engine", "kv_after_update": "none"}
         self.script = script
         self.weights_error: Exception | None = None
         self.requests: list[Request] = []
@@ -60,11 +61,6 @@ class ScriptedEngine(Engine):
         self.version, self._fingerprints, self._ready = version, {version: fingerprint}, True
         self._vocab_size, self._seed, self._update_delay_s, self._record = vocab_size, seed, update_delay_s, record
         self._number = -1
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        """See `Engine`."""
-        return {"engine": "scripted", "version_source": "engine", "kv_after_update": "none"}
 
     async def release(self, session: str) -> None:
         """See `Engine`."""

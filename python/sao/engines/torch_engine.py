@@ -1,33 +1,31 @@
 """The torch engine: a `transformers` causal language model inside this process, in a thread of its own.
 
-The thread owns the model and runs the calls in its inbox between two steps; results go back to the asyncio loop once
-per step. An idle thread sleeps until a call comes. Weights are read and verified outside the thread. Needs nothing but
-torch and transformers, on CPU; made for small models and for tests of everything around it.
+The thread owns the model and runs calls in their order; while the decoder is busy one of them is its next step, so that
+other calls run between two steps. Weights are read and verified outside the thread. Needs nothing but torch and
+transformers, on CPU; made for small models and for tests of everything around it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import transformers
 
-from sao.engines.base import Completion, Engine, EngineStats, Flight
-from sao.engines.decoder import Decoder, weights_of
+from sao.engines.base import Completion, Engine, EngineStats, Flight, Request
+from sao.engines.decoder import Decoder, Ended, weights_of
 from sao.errors import ClosedError, EngineError, Error
 from sao.transport import weights
 from sao.transport.weights import WeightsRef
 
-Outcome = tuple[Hashable, Any]  # whose it is, and a result or an exception to raise
+T = TypeVar("T")
 
 
 def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
@@ -66,28 +64,20 @@ class TorchEngine(Engine):
         context_tokens: int,
         seed: int,
         dtype: Literal["float32", "bfloat16", "float64"] = "float32",
-        threads: int | None = None,
+        threads: int = 1,
     ) -> None:
         super().__init__(context_tokens)
-        self._path, self._slots, self._seed = model_path, slots, seed
-        self._dtype = getattr(torch, dtype)
-        self._threads = threads
+        self.metadata = {"engine": "torch", "version_source": "engine", "kv_after_update": "recompute"}
+        self._path, self._slots, self._seed, self._dtype = model_path, slots, seed, getattr(torch, dtype)
         self._decoder: Decoder | None = None
+        self._stepping = False  # a step is among the thread's calls
         self._compute_s = 0.0
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: the end
-        self._answers: dict[Hashable, asyncio.Future[Any]] = {}  # of requests and of other calls
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        """See `Engine`: the decoder stamps every token, and computes keys and values anew after an update."""
-        return {"engine": "torch", "version_source": "engine", "kv_after_update": "recompute"}
+        self._thread = ThreadPoolExecutor(1, "torch-engine", torch.set_num_threads, (threads,))
 
     async def release(self, session: str) -> None:
         """See `Engine`. Returns at once; the slot is free before the next step."""
         if self._decoder is not None:
-            self._inbox.put(partial(self._decoder.release, session))
+            self._call(self._decoder.release, session)
 
     def stats(self) -> EngineStats:
         """See `Engine`. busy_s: time in the model; tokens are counted as they are sampled."""
@@ -98,22 +88,18 @@ class TorchEngine(Engine):
 
     async def _start(self) -> str:
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
-        self._thread.start()
-        self._decoder, fingerprint = await self._in_thread(self._load)
-        self._vocabulary = self._decoder.vocabulary
+        decoder, fingerprint = await asyncio.wrap_future(self._call(self._load))
+        self._decoder, self._vocabulary = decoder, decoder.vocabulary
         return fingerprint
 
     async def _sample(self, flight: Flight) -> Completion:
-        decoder, request = self._decoder, flight.request
+        decoder, flight.handle = self._decoder, self._loop.create_future()
         assert decoder is not None
-        future = self._answers[request] = asyncio.get_running_loop().create_future()
-        self._inbox.put(partial(decoder.add, request))
+        self._call(self._add, decoder, flight.request)
         try:
-            completion: Completion = await future
+            completion: Completion = await flight.handle
         except asyncio.CancelledError:
-            self._answers.pop(request, None)
-            self._inbox.put(partial(decoder.abort, request))
+            self._call(decoder.abort, flight.request)
             raise
         return replace(completion, fingerprints=self._fingerprints_of(completion.version_spans))
 
@@ -121,79 +107,62 @@ class TorchEngine(Engine):
         tensors = await asyncio.to_thread(weights.load, ref)
         self._check_usable()
         assert self._decoder is not None
-        await self._in_thread(partial(self._decoder.set_weights, tensors, ref.version))
+        await asyncio.wrap_future(self._call(self._decoder.set_weights, tensors, ref.version))
 
     async def _close(self) -> None:
         """Returns when the thread has ended (at most one step later)."""
-        self._inbox.put(None)
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.shutdown)
         self._decoder = None
         self._end(ClosedError("engine: closed while the request was in flight"))
 
-    def _in_thread(self, call: Callable[[], Any]) -> asyncio.Future[Any]:
-        """The future result of a call in the engine's thread."""
-        future = self._answers[call] = asyncio.get_running_loop().create_future()
-
-        def answer() -> None:
-            try:
-                result = call()
-            except Error as error:
-                result = error
-            self._reply(self._settle, [(call, result)])
-
-        self._inbox.put(answer)
-        return future
-
-    def _settle(self, outcomes: Sequence[Outcome]) -> None:
-        for key, outcome in outcomes:
-            future = self._answers.pop(key, None)
-            if future is None or future.done():
+    def _settle(self, ended: Sequence[Ended]) -> None:
+        for request, outcome in ended:
+            flight = self._flights.get(request.session)
+            if flight is None or flight.request is not request or flight.handle.done():
                 continue
             if isinstance(outcome, Exception):
-                future.set_exception(outcome)
+                flight.handle.set_exception(outcome)
             else:
-                future.set_result(outcome)
+                flight.handle.set_result(outcome)
 
-    def _end(self, error: Exception) -> None:
-        """All that wait for an answer get this error."""
-        self._settle([(key, error) for key in self._answers])
+    def _end(self, error: Error) -> None:
+        self._settle([(flight.request, error) for flight in self._flights.values()])
 
-    def _fail(self, error: Exception) -> None:
-        self.failure = error
-        self._end(error)
+    def _call(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Has the thread make a call, behind those before it; without effect when it has ended."""
+        with contextlib.suppress(RuntimeError):
+            return self._thread.submit(self._run, call, *arguments)
+        return Future()
 
     # From here on everything runs in the engine's thread.
 
-    def _run(self) -> None:
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
+    def _run(self, call: Callable[..., T], *arguments: Any) -> T:
+        """The call's result. A fault that is none of ours ends the engine."""
         try:
-            while True:
-                decoder = self._decoder
-                if decoder is None or not decoder.busy or not self._inbox.empty():
-                    if (call := self._inbox.get()) is None:
-                        return
-                    call()
-                    continue
-                began = time.perf_counter()
-                ended = decoder.step()
-                self._compute_s += time.perf_counter() - began
-                if ended:
-                    self._reply(self._settle, ended)
+            return call(*arguments)
+        except Error:
+            raise
         except Exception as fault:
-            error = EngineError(f"engine: {type(fault).__name__}: {fault}")
-            error.__cause__ = fault
-            self._reply(self._fail, error)
+            self.failure = error = EngineError(f"engine: {type(fault).__name__}: {fault}")
+            self._loop.call_soon_threadsafe(self._end, error)
+            raise error from fault
 
     def _load(self) -> tuple[Decoder, str]:
-        model = load_model(self._path, self._dtype)
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
-        return Decoder(model, self._slots, self._context, self._seed), weights.fingerprint(weights_of(model))
+        model = load_model(self._path, self._dtype).requires_grad_(False)
+        return Decoder(model, self._slots, self._context, self._seed), weights.fingerprint(weights_of(model)[0])
 
-    def _reply(self, take: Callable[[Any], None], what: Any) -> None:
-        """Has the loop take something."""
-        assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(take, what)
+    def _add(self, decoder: Decoder, request: Request) -> None:
+        decoder.add(request)
+        if not self._stepping:
+            self._stepping = True
+            self._call(self._step, decoder)
+
+    def _step(self, decoder: Decoder) -> None:
+        began = time.perf_counter()
+        ended = decoder.step()
+        self._compute_s += time.perf_counter() - began
+        if ended:
+            self._loop.call_soon_threadsafe(self._settle, ended)
+        self._stepping = decoder.busy
+        if self._stepping:
+            self._call(self._step, decoder)

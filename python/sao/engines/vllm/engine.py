@@ -107,31 +107,23 @@ class VllmEngine(Engine):
         self._path, self._dtype, self._seed = Path(model_path).resolve(), dtype, seed
         self._threads, self._concurrency = threads, concurrency
         self._args, self._index = dict(vllm_args or {}), index
-        after = self._args.pop("kv_after_update", "recompute")
-        if after not in ("recompute", "keep"):
-            raise EngineError(f"generator.vllm_args.kv_after_update: {after!r}, expected 'recompute' or 'keep'")
-        self._recompute = after == "recompute"
+        self._after = self._args.pop("kv_after_update", "recompute")
+        if self._after not in ("recompute", "keep"):
+            raise EngineError(f"generator.vllm_args.kv_after_update: {self._after!r}, expected 'recompute' or 'keep'")
         self._lora_rank = self._args.pop("lora_rank", None)
         if self._lora_rank is not None and (type(self._lora_rank) is not int or self._lora_rank < 1):
             raise EngineError(f"generator.vllm_args.lora_rank: {self._lora_rank!r}, expected an integer >= 1")
         self._adapter: Any = None
         self._start_timeout_s, self._call_timeout_s = start_timeout_s, call_timeout_s
         self._llm: Any = None
-        self._vllm = ""
         self._folder: Path | None = None
         self._gate = asyncio.Lock()  # held while a request is handed over, and during the paused part of an update
         self._load = Load()
         self.update_s: dict[str, float] = {}
 
-    @property
-    def metadata(self) -> dict[str, str]:
-        """See `Engine`: vLLM's version, and what becomes of keys and values at an update."""
-        after = "recompute" if self._recompute else "keep"
-        return {"engine": f"vllm {self._vllm}", "version_source": "engine", "kv_after_update": after}
-
     async def release(self, session: str) -> None:
         """See `Engine`. vLLM keeps no state of a session but the prefix cache, which it evicts by itself."""
-        for flight in self._flights_of(session):
+        if (flight := self._flights.get(session)) is not None:
             flight.aborted = True
             await self._abort(flight)
 
@@ -156,7 +148,8 @@ class VllmEngine(Engine):
         self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         own(self._folder)  # and when this process is killed, the next run removes it
         # Imported on its own: something in it keeps the frames above it, which must not hold the engine.
-        self._vllm = await asyncio.to_thread(import_vllm, self._folder, self._threads)
+        version = await asyncio.to_thread(import_vllm, self._folder, self._threads)
+        self.metadata = {"engine": f"vllm {version}", "version_source": "engine", "kv_after_update": self._after}
         self._llm = await asyncio.to_thread(self._build, self._folder)
         await self._call("start", self._llm.update_weight_version("0"))
         return str((await self._report())["fingerprint"])
@@ -324,7 +317,7 @@ class VllmEngine(Engine):
 
     async def _apply(self, ref: WeightsRef) -> None:
         llm = self._llm
-        await self._call("update: pause", llm.pause_generation(mode="keep", clear_cache=self._recompute))
+        await self._call("update: pause", llm.pause_generation(mode="keep", clear_cache=self._after == "recompute"))
         if self._lora_rank is None:
             await self._call("update: load", llm.finish_weight_update(str(ref.version)))
             report = await self._report()
@@ -336,7 +329,7 @@ class VllmEngine(Engine):
             await self._call("update: version", llm.update_weight_version(str(ref.version)))
             self._adapter = adapter_request(ref, replace=False)
         # With kept keys vLLM cannot drop the cache; then the namespace by version alone separates them.
-        if self._recompute and not await self._call("update: cache", llm.reset_prefix_cache(True)):
+        if self._after == "recompute" and not await self._call("update: cache", llm.reset_prefix_cache(True)):
             raise EngineError("the prefix cache could not be dropped")
         await self._call("update: resume", llm.resume_generation())
 
