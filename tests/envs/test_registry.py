@@ -47,7 +47,7 @@ def test_an_installed_package_adds_names_but_takes_over_none(monkeypatch: pytest
         ("xyzzy", "'xyzzy' is unknown; expected one of"),
         ("", "'' is unknown"),
         ("no.such.module:Class", "module 'no.such.module' does not import"),
-        ("sao.envs.lookup:Missing", "has no 'Missing'"),
+        ("sao.envs.lookup:Missing", "module 'sao.envs.lookup' has no attribute 'Missing'"),
         ("sao.envs.lookup:WORDS", "is a tuple, expected a class or a function"),
         ("sao.envs.lookup:", "expected 'package.module:Class'"),
         ("os; import x:y", "expected 'package.module:Class'"),

@@ -74,11 +74,11 @@ def test_the_rules_can_be_found_in_the_repository() -> None:
     assert places == sorted(places)
     for rule, answer in zip(task().rules.values(), answers[1:], strict=True):
         in_force = said(answer).partition("## In force")[2]
-        assert rule.text() in in_force
+        assert rule.text in in_force
     for call in task().calls[: len(task().rules)]:
         rule = task().rules[call.module.partition(".")[2]]
         amount, count = call.arguments
-        assert eval(rule.expression(), {"amount": amount, "count": count}) == call.expected  # noqa: S307
+        assert eval(rule.expression, {"amount": amount, "count": count}) == call.expected  # noqa: S307
 
 
 def test_the_policy_sees_exit_code_and_output_within_limits() -> None:

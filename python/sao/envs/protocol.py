@@ -156,14 +156,12 @@ def check_messages(messages: Any, what: str) -> tuple[Message, ...]:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise EnvironmentFailure("bad_messages", f"{what}: {messages!r}, expected at least one Message")
     for index, message in enumerate(messages):
-        if not isinstance(message, Message) or message.role not in get_args(Role):
-            raise EnvironmentFailure(
-                "bad_messages", f"{what}[{index}]: {message!r}, expected a Message of a known role"
+        known = isinstance(message, Message) and message.role in get_args(Role)
+        if not known or not isinstance(message.content, str) or not is_unicode(message.content):
+            expected = (
+                f"a Message of role {', '.join(get_args(Role))} whose content is text without half surrogate pairs"
             )
-        if not isinstance(message.content, str):
-            raise EnvironmentFailure("bad_messages", f"{what}[{index}].content: {message.content!r}, expected text")
-        if not is_unicode(message.content):
-            raise EnvironmentFailure("bad_messages", f"{what}[{index}].content: half of a surrogate pair is no text")
+            raise EnvironmentFailure("bad_messages", f"{what}[{index}]: {message!r:.300}, expected {expected}")
     return tuple(messages)
 
 

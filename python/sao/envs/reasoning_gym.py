@@ -12,9 +12,7 @@ import difflib
 import importlib
 import random
 import re
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from sao.envs.protocol import Message, SingleTask, StepResult, belongs, check_integer, check_reward, check_split
@@ -27,15 +25,7 @@ _DRAWS = 512  # after which a split is taken to be empty
 SYSTEM_PROMPT = "Answer the question. Write your final answer as <{tag}>ANSWER</{tag}>."
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Item:
-    """A drawn question with the dataset that scores it."""
-
-    dataset: Any
-    entry: dict[str, Any]
-
-
-class ReasoningGym(SingleTask[_Item]):
+class ReasoningGym(SingleTask[tuple[Any, dict[str, Any]]]):
     """The environment; see the module. Rewards in [0, 1].
 
     dataset: name of a reasoning-gym dataset, or a list of names (one is drawn for each task).
@@ -62,7 +52,11 @@ class ReasoningGym(SingleTask[_Item]):
         exact: bool = False,
         score_timeout_s: float = 10.0,
     ) -> None:
-        self._gym = _import()
+        try:
+            self._gym = importlib.import_module("reasoning_gym")
+        except ImportError as error:
+            need = "'reasoning_gym' needs the package reasoning-gym: pip install 'sao[envs]'"
+            raise ConfigError(f"env.name: {need} ({error})") from error
         self._names = [dataset] if isinstance(dataset, str) else list(dataset)
         params = dict(params or {})
         self._params = {self._names[0]: params} if isinstance(dataset, str) else params
@@ -85,17 +79,17 @@ class ReasoningGym(SingleTask[_Item]):
         """Draws the question of (seed, split). Raises `EnvironmentFailure`: "reset_error", "timeout", "empty_split"."""
         check_split(seed, split)
         self._task, self._turn = None, 0
-        self._task = item = await in_thread(lambda: self._draw(seed, split), self._limit_s, "reset")
-        return (*self._opening, Message("user", str(item.entry["question"])))
+        self._task = _, entry = await in_thread(lambda: self._draw(seed, split), self._limit_s, "reset")
+        return (*self._opening, Message("user", str(entry["question"])))
 
     async def step(self, text: str) -> StepResult:
         """Scores a reply. Raises `EnvironmentFailure`: "scorer_error", "timeout", "bad_reward", "not_running"."""
-        item = self._running()
+        dataset, entry = self._running()
         self._turn += 1
         answer = extract(text, self._tag)
         reward = 0.0
         if answer is not None:
-            raw = await in_thread(lambda: item.dataset.score_answer(answer, item.entry), self._limit_s, "scorer")
+            raw = await in_thread(lambda: dataset.score_answer(answer, entry), self._limit_s, "scorer")
             reward = check_reward(raw, self.reward_range)
         if self._turn >= self._turns or reward >= 1.0:
             return self._end(float(reward >= 1.0) if self._exact else reward)
@@ -103,29 +97,28 @@ class ReasoningGym(SingleTask[_Item]):
         return StepResult((Message("user", f"{feedback} Try again."),), None, False)
 
     def _check_datasets(self) -> None:
-        known = importlib.import_module("reasoning_gym.factory").DATASETS
+        known, params = self._gym.factory.DATASETS, self._params
         if not self._names:
             raise ConfigError("env.args.dataset: empty, expected at least one name")
+        if wrong := [name for name in params if name not in self._names or not isinstance(params[name], dict)]:
+            raise ConfigError(f"env.args.params.{wrong[0]}: expected one table for each of {', '.join(self._names)}")
         for name in self._names:
             if name not in known:
-                raise ConfigError(f"env.args.dataset: {name!r} is unknown to reasoning-gym{_nearest(name, known)}")
-        for name, params in self._params.items():
-            if name not in self._names or not isinstance(params, dict):
-                raise ConfigError(f"env.args.params.{name}: expected one table for each of {', '.join(self._names)}")
+                near = ", ".join(difflib.get_close_matches(name, known, n=3))
+                hint = f"near: {near}" if near else f"it has {len(known)} datasets, such as chain_sum"
+                raise ConfigError(f"env.args.dataset: {name!r} is unknown to reasoning-gym; {hint}")
             fields = {field.name for field in dataclasses.fields(known[name][1])} - {"seed", "size"}
-            for key in params:
-                if key not in fields:
-                    raise ConfigError(f"env.args.params.{key}: {name!r} takes {', '.join(sorted(fields))}")
-        for name in self._names:
+            if unknown := params.get(name, {}).keys() - fields:
+                raise ConfigError(f"env.args.params.{min(unknown)}: {name!r} takes {', '.join(sorted(fields))}")
             try:
                 self._create(name, 0)
             except Exception as error:  # its validation raises what it likes, mostly AssertionError
-                raise ConfigError(f"env.args.params: {name!r} refuses {self._params.get(name, {})}: {error}") from error
+                raise ConfigError(f"env.args.params: {name!r} refuses {params.get(name, {})}: {error}") from error
 
     def _create(self, name: str, seed: int) -> Any:
         return self._gym.create_dataset(name, seed=seed, size=1, **self._params.get(name, {}))
 
-    def _draw(self, seed: int, split: str) -> _Item:
+    def _draw(self, seed: int, split: str) -> tuple[Any, dict[str, Any]]:
         """The splits use disjoint dataset seeds too, beside the division of the questions."""
         rng = random.Random(seed)
         for _ in range(_DRAWS):
@@ -133,7 +126,7 @@ class ReasoningGym(SingleTask[_Item]):
             dataset = self._create(name, 2 * rng.getrandbits(30) + (split == "eval"))
             entry = dataset[0]
             if belongs(str(entry["question"]), split):
-                return _Item(dataset, entry)
+                return dataset, entry
         raise EnvironmentFailure("empty_split", f"no question of split {split!r} in {_DRAWS} draws: too few questions")
 
 
@@ -150,36 +143,20 @@ def extract(text: str, tag: str) -> str | None:
 
 
 async def in_thread(call: Callable[[], T], limit_s: float, what: str) -> T:
-    """Runs `call` in a daemon thread of its own, which neither blocks the loop nor the end of the process.
+    """Runs `call` in a thread of the loop's executor; a generator's waits for none of them when it ends.
 
     Raises `EnvironmentFailure`: "timeout" after `limit_s` seconds, f"{what}_error" for anything that `call` raises.
     """
-    done = Future[T]()
-    done.set_running_or_notify_cancel()  # a caller that leaves cancels its own wait only
 
-    def run() -> None:
+    def run() -> T:
         try:
-            done.set_result(call())
-        except EnvironmentFailure as error:
-            done.set_exception(error)
+            return call()
+        except EnvironmentFailure:
+            raise
         except BaseException as error:  # code of others: whatever it raises is a failure with a reason
-            done.set_exception(EnvironmentFailure(f"{what}_error", f"{type(error).__name__}: {error}"))
+            raise EnvironmentFailure(f"{what}_error", f"{type(error).__name__}: {error}") from error
 
-    threading.Thread(target=run, name=f"sao-{what}", daemon=True).start()
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(done), limit_s)
+        return await asyncio.wait_for(asyncio.to_thread(run), limit_s)
     except TimeoutError:
         raise EnvironmentFailure("timeout", f"{what} did not return within {limit_s:g} s") from None
-
-
-def _import() -> Any:
-    try:
-        return importlib.import_module("reasoning_gym")
-    except ImportError as error:
-        need = "'reasoning_gym' needs the package reasoning-gym: pip install 'sao[envs]'"
-        raise ConfigError(f"env.name: {need} ({error})") from error
-
-
-def _nearest(name: str, known: Any) -> str:
-    near = difflib.get_close_matches(name, known, n=3)
-    return f"; near: {', '.join(near)}" if near else f"; it has {len(known)} datasets, such as chain_sum"

@@ -8,9 +8,11 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +59,14 @@ def factory(name: str) -> Callable[..., Environment]:
         raise ConfigError(
             f"env.name: {name!r} is unknown; expected one of {', '.join(sorted(known))} or 'package.module:Class'{hint}"
         )
-    module, _, attribute = point.value.partition(":")
-    if not attribute or not all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")]):
+    if not re.fullmatch(r"[^\W\d][\w.]*:[^\W\d][\w.]*", point.value):
         raise ConfigError(f"env.name: {name!r} names {point.value!r}, expected 'package.module:Class'")
     try:
-        found: Any = importlib.import_module(module)
+        found: Any = attrgetter(point.attr)(importlib.import_module(point.module))
     except ImportError as error:
-        raise ConfigError(f"env.name: {name!r}: module {module!r} does not import: {error}") from error
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise ConfigError(f"env.name: {name!r}: module {module!r} has no {attribute!r}")
-        found = getattr(found, part)
+        raise ConfigError(f"env.name: {name!r}: module {point.module!r} does not import: {error}") from error
+    except AttributeError as error:
+        raise ConfigError(f"env.name: {name!r}: {error}") from error
     if not callable(found):
         raise ConfigError(f"env.name: {name!r} is a {type(found).__name__}, expected a class or a function")
     return found

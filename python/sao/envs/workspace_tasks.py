@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 MODULES = ("bonus", "customs", "deposit", "freight", "handling", "insurance", "levy", "packing", "rebate", "storage")
@@ -12,44 +13,34 @@ _SIGNS = ("lorry", "parcel", "pallet", "crate", "drum", "envelope")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The rule of a module, over whole numbers: one of three forms with whole coefficients."""
+    """The rule of a module, over whole numbers `amount` and `count`: in Python, in English, and the right result."""
 
-    form: int
-    a: int
-    b: int
-    c: int
+    expression: str
+    text: str
+    of: Callable[[int, int], int]
 
-    def expression(self) -> str:
-        """In Python."""
-        return (
-            f"amount * {self.a} + count * {self.b} - {self.c}",
-            f"amount + {self.a} if count >= {self.b} else amount - {self.c}",
-            f"(amount * {self.a} + count) % {self.b} + {self.c}",
-        )[self.form]
 
-    def text(self) -> str:
-        """In English."""
-        return (
-            f"Multiply the amount by {self.a}, add {self.b} for every piece of the count, then take {self.c} off.",
-            f"From a count of {self.b} pieces on, add {self.a} to the amount; below that, take {self.c} off.",
-            f"Multiply the amount by {self.a} and add the count; keep the remainder after division by {self.b};"
-            f" then add {self.c}.",
-        )[self.form]
-
-    def of(self, amount: int, count: int) -> int:
-        """The right result."""
-        return (
-            amount * self.a + count * self.b - self.c,
-            amount + self.a if count >= self.b else amount - self.c,
-            (amount * self.a + count) % self.b + self.c,
-        )[self.form]
-
-    @classmethod
-    def draw(cls, rng: random.Random) -> Rule:
-        """Any rule."""
-        form = rng.randrange(3)
-        b = (rng.randint(2, 19), rng.randint(3, 8), rng.randint(50, 997))[form]
-        return cls(form, rng.randint(2, 19), b, rng.randint(1, 99))
+def _rule(rng: random.Random) -> Rule:
+    form = rng.randrange(3)
+    b = (rng.randint(2, 19), rng.randint(3, 8), rng.randint(50, 997))[form]
+    a, c = rng.randint(2, 19), rng.randint(1, 99)
+    return (
+        Rule(
+            f"amount * {a} + count * {b} - {c}",
+            f"Multiply the amount by {a}, add {b} for every piece of the count, then take {c} off.",
+            lambda amount, count: amount * a + count * b - c,
+        ),
+        Rule(
+            f"amount + {a} if count >= {b} else amount - {c}",
+            f"From a count of {b} pieces on, add {a} to the amount; below that, take {c} off.",
+            lambda amount, count: amount + a if count >= b else amount - c,
+        ),
+        Rule(
+            f"(amount * {a} + count) % {b} + {c}",
+            f"Multiply the amount by {a} and add the count; keep the remainder after division by {b}; then add {c}.",
+            lambda amount, count: (amount * a + count) % b + c,
+        ),
+    )[form]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +69,7 @@ class RepositoryTask:
     def solution(self) -> dict[str, str]:
         """The files that have to change, as they have to be. For scripted agents and tests; no policy sees it."""
         right = {
-            f"{self.package}/{name}.py": _module(name, self.function, rule.expression())
+            f"{self.package}/{name}.py": _module(name, self.function, rule.expression)
             for name, rule in self.rules.items()
         }
         return {**right, f"{self.package}/total.py": _total(self.package, list(self.rules), self.function)}
@@ -88,12 +79,12 @@ def draw(rng: random.Random, modules: int) -> RepositoryTask:
     """A task with so many modules, 2 to 10."""
     package = f"{rng.choice(_SIGNS)}{rng.randrange(1000)}"
     names, old, new = rng.sample(MODULES, modules), *rng.sample(FUNCTIONS, 2)
-    rules = {name: Rule.draw(rng) for name in names}
+    rules = {name: _rule(rng) for name in names}
     files = {f"{package}/__init__.py": "", "docs/order.md": _order(names, old, new)}
     for name in names:
-        past = [Rule.draw(rng) for _ in range(3)]
+        past = [_rule(rng) for _ in range(3)]
         files[f"docs/{name}.md"] = _history(name, past, rules[name])
-        files[f"{package}/{name}.py"] = _module(name, old, past[-1].expression())
+        files[f"{package}/{name}.py"] = _module(name, old, past[-1].expression)
     files[f"{package}/total.py"] = _total(package, sorted(names), old)
     calls = []
     for _ in range(6):
@@ -127,9 +118,9 @@ def _total(package: str, names: list[str], function: str) -> str:
 def _history(name: str, past: list[Rule], present: Rule) -> str:
     years = range(2026 - len(past), 2026)
     old = "".join(
-        f"## Until {year}\n\n{rule.text()} No longer in force.\n\n" for year, rule in zip(years, past, strict=True)
+        f"## Until {year}\n\n{rule.text} No longer in force.\n\n" for year, rule in zip(years, past, strict=True)
     )
-    return f"# {name.capitalize()}\n\n{old}## In force\n\n{present.text()}\n"
+    return f"# {name.capitalize()}\n\n{old}## In force\n\n{present.text}\n"
 
 
 def _order(names: list[str], old: str, new: str) -> str:
