@@ -13,7 +13,7 @@ from pathlib import Path
 from sao.agents.server import AgentServer
 from sao.agents.session import AgentSession
 from sao.config import Config
-from sao.envs.agent import Agent, AgentEnvironment, end, tail
+from sao.envs.agent import Agent, AgentEnvironment
 from sao.envs.protocol import check_reward
 from sao.errors import EngineError, EnvironmentFailure
 from sao.rollout.episode import close_environment
@@ -134,7 +134,8 @@ class AgentHost:
         variables = {"SAO_AGENT_URL": self._server.base_url, "SAO_AGENT_TOKEN": self._server.token}
         while True:
             try:
-                failure = EnvironmentFailure("agent_exit", await self._run(env, variables))
+                code, _, err = await env.run(env.command, variables)
+                failure = EnvironmentFailure("agent_exit", f"the agents' program ended with exit code {code}: {err}")
             except EnvironmentFailure as error:  # it could not be started now
                 failure = error
             log.warning("%s", failure)
@@ -142,14 +143,3 @@ class AgentHost:
                 session.failure = failure
                 session.ended.set()
             await asyncio.sleep(RESTART_S)
-
-    async def _run(self, env: Agent, variables: dict[str, str]) -> str:
-        """Runs the program to its end; how it ended. Raises `EnvironmentFailure` (`agent_start`)."""
-        process = await env.run(env.command, variables)
-        assert process.stdout is not None and process.stderr is not None
-        try:
-            _, err = await asyncio.gather(tail(process.stdout), tail(process.stderr))
-            code = await process.wait()
-        finally:
-            await end(process)
-        return f"the agents' program ended with exit code {code}: {err.decode(errors='replace').strip()}"

@@ -24,8 +24,7 @@ from sao.storage.parent_death import under_parent
 
 Start = Literal["episode", "once", "never"]
 RewardFrom = Literal["posted", "last_line"]
-_TAIL_BYTES = 2000  # of the program's error output, for the reason of a failure
-_OUTPUT_BYTES = 1 << 20
+_OUTPUT_BYTES, _ERROR_BYTES = 1 << 20, 2000  # that are kept of the program's output
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,23 +108,23 @@ class Agent:
         self.reward_range = float(reward_range[0]), float(reward_range[1])
         self.start, self.reward, self.replayable = start, reward, replayable
         self._cwd, self._more = cwd, dict(environment or {})
-        self._process: asyncio.subprocess.Process | None = None
 
     async def play(self, seed: int, split: str, access: Access) -> float | None:
         """See `AgentEnvironment`. Failures: `agent_start`, `agent_exit`, `bad_reward`."""
         parts = [part.replace("{seed}", str(seed)).replace("{split}", split) for part in self.command]
-        variables = {**access.variables(), "SAO_SEED": str(seed), "SAO_SPLIT": split}
-        process = self._process = await self.run(parts, variables)
-        assert process.stdout is not None and process.stderr is not None
-        out, err = await asyncio.gather(tail(process.stdout, _OUTPUT_BYTES), tail(process.stderr))
-        if code := await process.wait():
-            raise EnvironmentFailure("agent_exit", f"exit code {code}: {err.decode(errors='replace').strip()}")
+        code, out, err = await self.run(parts, {**access.variables(), "SAO_SEED": str(seed), "SAO_SPLIT": split})
+        if code:
+            raise EnvironmentFailure("agent_exit", f"exit code {code}: {err}")
         return _last_line(out) if self.reward == "last_line" else None
 
-    async def run(self, parts: Sequence[str], variables: Mapping[str, str]) -> asyncio.subprocess.Process:
-        """Starts the program in a session of its own; it dies with this process. Raises `EnvironmentFailure`."""
+    async def run(self, parts: Sequence[str], variables: Mapping[str, str]) -> tuple[int, str, str]:
+        """Runs the program to its end: exit code, and the ends of its output and its error output.
+
+        It has a session of its own, which is killed then, when the call is cancelled, and when this process dies.
+        Raises `EnvironmentFailure("agent_start")`.
+        """
         try:
-            return await asyncio.create_subprocess_exec(
+            process = await asyncio.create_subprocess_exec(
                 *under_parent(parts, signal.SIGKILL),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
@@ -136,31 +135,29 @@ class Agent:
             )
         except OSError as error:
             raise EnvironmentFailure("agent_start", f"{parts[0]}: {error}") from error
+        assert process.stdout is not None and process.stderr is not None
+        try:
+            out, err = await asyncio.gather(_tail(process.stdout, _OUTPUT_BYTES), _tail(process.stderr, _ERROR_BYTES))
+            return await process.wait(), out, err
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
 
     async def close(self) -> None:
-        """Kills the program, and what it started, if it still runs."""
-        if self._process is not None:
-            await end(self._process)
+        """Nothing is held between calls."""
 
 
-async def end(process: asyncio.subprocess.Process) -> None:
-    """Kills a program and all of its session."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode is None:
-        await process.wait()
-
-
-async def tail(stream: asyncio.StreamReader, n_bytes: int = _TAIL_BYTES) -> bytes:
+async def _tail(stream: asyncio.StreamReader, n_bytes: int) -> str:
     """Reads to the end; the last bytes of it."""
     kept = b""
     while chunk := await stream.read(1 << 16):
         kept = (kept + chunk)[-n_bytes:]
-    return kept
+    return kept.decode(errors="replace").strip()
 
 
-def _last_line(output: bytes) -> float:
-    last = output.decode(errors="replace").strip().rpartition("\n")[2]
+def _last_line(output: str) -> float:
+    last = output.rpartition("\n")[2]
     try:
         found = json.loads(last)
     except ValueError:
