@@ -1,10 +1,9 @@
 """A sandbox for shell scripts that nobody trusts: namespaces by bubblewrap, resource limits always.
 
-With bubblewrap (`bwrap`, in Debian's package of that name) the script sees the system's programs read-only, the folders
-that it was given and a private /tmp; it has no network, no capabilities, no other processes and none of this process's
-environment; when it ends, so does everything that it has started. Without bubblewrap a `Sandbox` is refused, unless
-`allow_unprotected` says that the machine itself is the sandbox: then `unshare` still takes network and processes away
-(and is required), but files are protected by nothing more than their permissions.
+With bubblewrap (`bwrap`) a script sees the system's programs read-only, the folders that it was given and a private
+/tmp; no network, no capabilities, no other processes and nothing of this process's environment; when it ends, so does
+everything that it has started. Without bubblewrap a `Sandbox` is refused, unless `allow_unprotected` says that the
+machine itself is the sandbox: `unshare` still takes network and processes away, but files have their permissions only.
 
 CPU time, address space, file size and number of processes are limited by rlimits, wall-clock time by a kill of the
 whole process tree. Address space and file size are limits of one process and one file; the product with the number
@@ -160,13 +159,9 @@ class Sandbox:
         Raises `EnvironmentFailure("sandbox_error")` if the sandbox did not come up: then the script has not run.
         """
         mark = secrets.token_hex(8).encode() + b"\n"
-        try:
-            info, info_end = os.pipe()  # bubblewrap writes into it which process is the first of the namespace
-        except OSError as error:
-            raise EnvironmentFailure("sandbox_error", f"pipe: {error}") from error
-        kept, timed_out = bytearray(), False
-        most = self.limits.output_bytes + len(mark)
-        try:
+        kept, timed_out, most = bytearray(), False, self.limits.output_bytes + len(mark)
+        descriptor, info_end = os.pipe()  # bubblewrap writes into it which process is the first of the namespace
+        with os.fdopen(descriptor, "rb", buffering=0) as info:
             command = self._command(folders, environment or {}, mark, script, info_end)
             try:
                 process, cancelled = await _start(command, () if self._bwrap is None else (info_end,))
@@ -181,9 +176,7 @@ class Sandbox:
             except TimeoutError:
                 timed_out, cut = True, len(kept) >= most
             finally:
-                await _end(process, info)
-        finally:
-            os.close(info)
+                await _end(process, info.fileno())
         if not kept.startswith(mark):
             raise EnvironmentFailure("sandbox_error", f"the sandbox did not start: {bytes(kept[:400])!r}")
         assert process.returncode is not None
@@ -287,18 +280,20 @@ async def _end(process: asyncio.subprocess.Process, info: int) -> None:
     if killed:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    first = _first(info, killed)
+    loop, gone, first = asyncio.get_running_loop(), asyncio.Event(), _first(info, killed)
     try:
         async with asyncio.timeout(_START_S):
             await process.wait()
             if first is not None:
-                await _readable(first)
+                loop.add_reader(first, gone.set)
+                await gone.wait()
     except TimeoutError:
         raise EnvironmentFailure(
             "timeout", f"process {process.pid}, or what it had started, did not end within {_START_S:g} s of SIGKILL"
         ) from None
     finally:
         if first is not None:
+            loop.remove_reader(first)
             os.close(first)
 
 
@@ -314,20 +309,8 @@ def _first(info: int, kill: bool) -> int | None:
         first = os.pidfd_open(number)
     except (BlockingIOError, ProcessLookupError, ValueError):
         return None
-    except OSError as error:
-        raise EnvironmentFailure("sandbox_error", f"process {number}: {error}") from error
     with suppress(OSError):  # it has ended
         # Not another one that has got its number.
         if kill and Path(f"/proc/{number}/ns/pid").stat().st_ino == namespace["pid-namespace"]:
             signal.pidfd_send_signal(first, signal.SIGKILL)
     return first
-
-
-async def _readable(descriptor: int) -> None:
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    loop.add_reader(descriptor, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(descriptor)
