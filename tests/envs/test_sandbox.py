@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from sao.envs import sandbox
-from sao.envs.sandbox import Folder, Limits, Outcome, Sandbox
+from sao.envs.sandbox import Limits, Outcome, Sandbox
 from sao.errors import ConfigError, EnvironmentFailure
 
 with_bubblewrap = pytest.mark.skipif(sandbox.bubblewrap()[0] is None, reason=sandbox.bubblewrap()[1])
@@ -51,8 +51,7 @@ def run(kind: str, folder: Path) -> Run:
     def call(script: str, limits: Limits = LIMITS, stdin: bytes = b"", **environment: str) -> Outcome:
         box = Sandbox(limits, allow_unprotected=kind == "unshare")
         box.own(folder)
-        work = Folder(folder, "/workspace", writable=True)
-        return asyncio.run(box.run(script, [work], environment=environment, stdin=stdin))
+        return asyncio.run(box.run(script, folder, writable=True, environment=environment, stdin=stdin))
 
     return call
 
@@ -106,7 +105,7 @@ def test_nothing_outside_can_be_read_or_written(folder: Path) -> None:
     places = ["/usr/x", "/etc/x", "/bin/x", "/x", str(outside), "/var/x", "/home/x"]
     tries = "; ".join(f"echo stolen > {place}" for place in places)
     look = f"cat {outside} /etc/shadow {Path.home()}/.ssh/id_rsa; ls /home /var /work; ln -s {outside} link; cat link"
-    outcome = asyncio.run(box.run(f"{tries}; {look}", [Folder(folder, "/workspace", writable=True)]))
+    outcome = asyncio.run(box.run(f"{tries}; {look}", folder, writable=True))
     assert b"expected results" not in outcome.output
     assert outside.read_text() == "expected results"
     assert not any(Path(place).exists() for place in places if place != str(outside))
@@ -119,11 +118,11 @@ def test_a_folder_is_read_only_unless_it_is_writable_and_tmp_is_private_and_boun
     box = Sandbox(Limits(wall_s=8.0, tmp_bytes=1 << 20, file_bytes=1 << 24))
     box.own(folder)
     script = "echo new > file; echo new > /tmp/x; cat /tmp/x; head -c 3000000 /dev/zero > /tmp/big || echo full"
-    outcome = asyncio.run(box.run(script, [Folder(folder, "/workspace")]))
+    outcome = asyncio.run(box.run(script, folder))
     assert (folder / "file").read_text() == "as it was"
     assert b"new" in outcome.output
     assert b"full" in outcome.output
-    assert b"new" not in asyncio.run(box.run("cat /tmp/x", [Folder(folder, "/workspace")])).output
+    assert b"new" not in asyncio.run(box.run("cat /tmp/x", folder)).output
 
 
 @with_bubblewrap
@@ -133,7 +132,7 @@ def test_no_privileges(folder: Path) -> None:
     script = (
         "grep -E '^(CapEff|CapBnd|NoNewPrivs)' /proc/self/status; id -u; mount -t tmpfs x /workspace || echo refused"
     )
-    outcome = asyncio.run(box.run(script, [Folder(folder, "/workspace", writable=True)])).output.decode()
+    outcome = asyncio.run(box.run(script, folder, writable=True)).output.decode()
     found = dict(line.split(":\t") for line in outcome.splitlines() if ":\t" in line)
     assert int(found["CapEff"], 16) == 0
     assert found["NoNewPrivs"] == "1"
@@ -197,7 +196,7 @@ def test_output_without_end_is_read_but_not_kept(run: Run) -> None:
 def test_a_sandbox_that_does_not_come_up_is_a_failure_not_an_outcome(kind: str, tmp_path: Path) -> None:
     box = Sandbox(LIMITS, allow_unprotected=kind == "unshare")
     with pytest.raises(EnvironmentFailure) as caught:
-        asyncio.run(box.run("true", [Folder(tmp_path / "missing", "/workspace")]))
+        asyncio.run(box.run("true", tmp_path / "missing"))
     assert caught.value.reason == "sandbox_error"
 
 
@@ -214,7 +213,7 @@ def test_a_cancelled_script_is_ended(kind: str, folder: Path) -> None:
     async def cancel() -> None:
         box = Sandbox(Limits(wall_s=60.0), allow_unprotected=kind == "unshare")
         box.own(folder)
-        running = asyncio.create_task(box.run(f"sleep {MARKER}", [Folder(folder, "/workspace")]))
+        running = asyncio.create_task(box.run(f"sleep {MARKER}", folder))
         await asyncio.sleep(1.0)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -234,7 +233,7 @@ def test_a_script_can_be_cancelled_at_any_moment_of_its_beginning(kind: str, fol
     box.own(folder)
 
     async def cancel(wait: Callable[[], Awaitable[None]]) -> None:
-        running = asyncio.create_task(box.run(f"sleep {MARKER}", [Folder(folder, "/workspace")]))
+        running = asyncio.create_task(box.run(f"sleep {MARKER}", folder))
         await wait()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -273,7 +272,7 @@ def test_the_first_process_of_a_namespace_is_killed_even_when_it_has_left_the_gr
     box._bwrap = str(imitation)
     began = time.monotonic()
     with pytest.raises(EnvironmentFailure, match="did not start"):
-        asyncio.run(box.run("true", [Folder(folder, "/workspace")]))
+        asyncio.run(box.run("true", folder))
     assert time.monotonic() - began < 8
     assert not any(MARKER in " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]))
 
@@ -286,7 +285,7 @@ def test_a_script_that_cannot_be_passed_is_a_failure_and_leaves_no_descriptor(
 
     async def try_it() -> int:
         with pytest.raises(EnvironmentFailure) as caught:
-            await box.run(script, [Folder(folder, "/workspace")])
+            await box.run(script, folder)
         assert caught.value.reason == "sandbox_error"
         return open_files()
 

@@ -31,6 +31,7 @@ from sao.errors import ConfigError, EnvironmentFailure
 
 _UIDS = range(20_000, 60_000)  # of nobody in particular; a sandbox that root has made takes one of them
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
+_INSIDE = "/workspace"
 _START_S = 10.0  # that namespaces get to come up, and a killed tree to be gone
 _PROBE_S = 5.0
 
@@ -56,15 +57,6 @@ class Outcome:
     output: bytes
     timed_out: bool
     cut: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """A folder of the host, what it is called inside, and whether it may be written to."""
-
-    host: Path
-    inside: str
-    writable: bool = False
 
 
 @lru_cache(maxsize=1)
@@ -131,15 +123,6 @@ class Sandbox:
             if self._unshare is None:
                 raise ConfigError(f"env: no sandbox: {found}; and {why}")
 
-    @property
-    def protects_files(self) -> bool:
-        """Whether files outside of the given folders are out of reach."""
-        return self._bwrap is not None
-
-    def place(self, folder: Folder) -> str:
-        """The path of a folder inside: its own, where there is no bubblewrap to give it another."""
-        return folder.inside if self.protects_files else str(folder.host)
-
     def own(self, folder: Path) -> None:
         """Gives a folder and everything in it to the user under whom scripts run."""
         if self._uid is not None:
@@ -149,22 +132,25 @@ class Sandbox:
     async def run(
         self,
         script: str,
-        folders: Sequence[Folder],
+        folder: Path,
         *,
+        writable: bool = False,
         environment: Mapping[str, str] | None = None,
         stdin: bytes = b"",
     ) -> Outcome:
-        """Runs `/bin/sh -c script` in the first folder.
+        """Runs `/bin/sh -c script` in a folder, which is `/workspace` inside, where bubblewrap can give it that name.
 
         Raises `EnvironmentFailure("sandbox_error")` if the sandbox did not come up: then the script has not run.
         """
+        variables = {"PATH": f"{Path(sys.base_prefix) / 'bin'}:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
+        variables |= environment or {}
         mark = secrets.token_hex(8).encode() + b"\n"
         kept, timed_out, most = bytearray(), False, self.limits.output_bytes + len(mark)
         descriptor, info_end = os.pipe()  # bubblewrap writes into it which process is the first of the namespace
         with os.fdopen(descriptor, "rb", buffering=0) as info:
-            command = self._command(folders, environment or {}, mark, script, info_end)
+            command = self._command(folder, writable, mark, script, info_end)
             try:
-                process, cancelled = await _start(command, () if self._bwrap is None else (info_end,))
+                process, cancelled = await _start(command, variables, () if self._bwrap is None else (info_end,))
             finally:
                 os.close(info_end)
             try:
@@ -182,44 +168,35 @@ class Sandbox:
         assert process.returncode is not None
         return Outcome(process.returncode, bytes(kept[len(mark) :]), timed_out, cut)
 
-    def _command(
-        self, folders: Sequence[Folder], environment: Mapping[str, str], mark: bytes, script: str, info_end: int
-    ) -> list[str]:
+    def _command(self, folder: Path, writable: bool, mark: bytes, script: str, info_end: int) -> list[str]:
         limits = self.limits
-        variables = {"PATH": f"{Path(sys.base_prefix) / 'bin'}:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
-        rlimits = [
+        inner = [
             *("prlimit", f"--cpu={limits.cpu_s}", f"--as={limits.memory_bytes}", f"--fsize={limits.file_bytes}"),
             *(f"--nproc={limits.processes}", "--core=0", "--nofile=256", "--"),
         ]
         if self._uid is not None:
-            rlimits += ["setpriv", f"--reuid={self._uid}", f"--regid={self._uid}", "--clear-groups", "--no-new-privs"]
-            rlimits += ["--bounding-set=-all", "--inh-caps=-all", "--"]
+            inner += ["setpriv", f"--reuid={self._uid}", f"--regid={self._uid}", "--clear-groups", "--no-new-privs"]
+            inner += ["--bounding-set=-all", "--inh-caps=-all", "--"]
         # The mark tells a script that has begun from a sandbox that has not; the script itself never sees it.
-        inner = [*rlimits, "/bin/sh", "-c", f'cd "$2" && echo {mark.decode().strip()} && exec /bin/sh -c "$1"']
-        inner += ["sh", script, self.place(folders[0])]
-        pairs = {**variables, **environment}
+        inner += ["/bin/sh", "-c", f'cd "$2" && echo {mark.decode().strip()} && exec /bin/sh -c "$1"', "sh", script]
         if self._bwrap is None:
             assert self._unshare is not None
-            settings = [f"{name}={value}" for name, value in pairs.items()]
-            return [self._unshare, *_unshare_flags(), "env", "-i", *settings, *inner]
+            return [self._unshare, *_unshare_flags(), *inner, str(folder)]
         system = [path for path in (*_SYSTEM, sys.base_prefix) if Path(path).exists()]
-        above = sorted({str(folder) for path in system for folder in Path(path).parents} - {"/"})  # else 0700, root's
-        binds = [part for path in above for part in ("--perms", "0755", "--dir", path)]
-        binds += [part for path in system for part in ("--ro-bind", path, path)]
-        for folder in folders:
-            binds += ["--bind" if folder.writable else "--ro-bind", str(folder.host), folder.inside]
+        above = sorted({str(parent) for path in system for parent in Path(path).parents} - {"/"})  # else 0700, root's
         return [
-            *(self._bwrap, *_bwrap_flags(), "--info-fd", str(info_end), "--clearenv"),
-            *(part for name, value in pairs.items() for part in ("--setenv", name, value)),
+            *(self._bwrap, *_bwrap_flags(), "--info-fd", str(info_end)),
             *("--proc", "/proc", "--dev", "/dev", "--perms", "1777"),
             *("--size", str(limits.tmp_bytes), "--tmpfs", "/tmp"),
-            *binds,
-            *("--chdir", "/", "--", *inner),
+            *(part for path in above for part in ("--perms", "0755", "--dir", path)),
+            *(part for path in system for part in ("--ro-bind", path, path)),
+            *("--bind" if writable else "--ro-bind", str(folder), _INSIDE),
+            *("--chdir", "/", "--", *inner, _INSIDE),
         ]
 
 
 async def _start(
-    command: Sequence[str], descriptors: Sequence[int]
+    command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
 ) -> tuple[asyncio.subprocess.Process, asyncio.CancelledError | None]:
     """Starts a sandbox, with these descriptors, to the end even when it is cancelled meanwhile: asyncio would kill the
     process alone, not what it has forked by then, and wait without end for whoever has its pipes.
@@ -234,7 +211,7 @@ async def _start(
             stderr=subprocess.STDOUT,
             start_new_session=True,
             cwd="/",
-            env={},
+            env=environment,
             pass_fds=descriptors,
         )
     )

@@ -30,12 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from sao.envs.protocol import Message, SingleTask, StepResult, check_integer, check_split, is_unicode
-from sao.envs.sandbox import Folder, Limits, Outcome, Sandbox
+from sao.envs.sandbox import Limits, Outcome, Sandbox
 from sao.envs.workspace_tasks import RepositoryTask
 from sao.envs.workspace_tasks import draw as draw_task
 from sao.errors import ConfigError, EnvironmentFailure
 
-INSIDE = "/workspace"
 _SYSTEM = (
     "You work in a git repository through a shell. Each of your turns is a shell script and runs in the repository's"
     " folder; you see its exit code and output. The turn `done` ends the work; only what is committed counts."
@@ -139,9 +138,8 @@ class Workspace(SingleTask[RepositoryTask]):
     async def _run(self, script: str, *, writable: bool = True, stdin: bytes = b"", **more: str) -> Outcome:
         assert self._folder is not None
         self._folder.chmod(stat.S_IRWXU)  # a script that locked itself out must not pass for a broken sandbox
-        return await self._sandbox.run(
-            script, [Folder(self._folder, INSIDE, writable)], environment={**_VARIABLES, **more}, stdin=stdin
-        )
+        variables = {**_VARIABLES, **more}
+        return await self._sandbox.run(script, self._folder, writable=writable, environment=variables, stdin=stdin)
 
     async def _grade(self, task: RepositoryTask) -> float:
         """1.0 if every call returns what it has to; whatever the repository's code does instead is 0.0."""
