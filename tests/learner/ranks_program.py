@@ -51,14 +51,14 @@ def keep_gradients(learner: Learner) -> dict[str, torch.Tensor]:
     kept: dict[str, torch.Tensor] = {}
     for name, optimizer in (("policy", learner.optimizers["policy"]), ("critic", learner.optimizers["critic"])):
 
-        def step(name=name, optimizer=optimizer, update=optimizer.step):
-            for key, parameter in zip(optimizer.names, optimizer.parameters, strict=True):
+        def step(name=name, optimizer=optimizer, update=optimizer.adam.step):
+            for key, parameter in optimizer.parameters.items():
                 gradient = parameter.grad
                 whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
                 kept[f"{name}.{key}"] = whole.clone()
             update()
 
-        optimizer.step = step
+        optimizer.adam.step = step
     return kept
 
 

@@ -189,8 +189,8 @@ def test_vapo_adds_the_likelihood_of_successes(tiny_model):
     expected = plain(added, batch[:1], [1.0], lambda logp, *_: -logp)
     gradients = []
     for learner in (bare, added):
-        learner.optimizers["policy"].step = lambda learner=learner: gradients.append(
-            [p.grad.clone() for p in learner.optimizers["policy"].parameters]
+        learner.optimizers["policy"].adam.step = lambda learner=learner: gradients.append(
+            [p.grad.clone() for p in learner.optimizers["policy"].parameters.values()]
         )
         metrics = learner.step(batch).metrics
     assert metrics["loss/positive"] == pytest.approx(expected, rel=1e-6)

@@ -12,9 +12,9 @@ group of its own, so that its collectives cannot mix with those of training.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from sao import __version__
 from sao.errors import CheckpointError
 from sao.learner.export import full_tensors, named_tensors, write_model
-from sao.learner.optim import Optimizer, local
 from sao.learner.step import Learner
 from sao.storage.checkpoints import STATE, Checkpoint, Draft, Ordinals
 from sao.storage.failpoints import failpoint
@@ -38,7 +37,7 @@ log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 _PARTS = ("policy", "critic", "policy_optimizer", "critic_optimizer", "rng")  # a file of each per rank
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Checkpointer:
@@ -52,8 +51,8 @@ class Checkpointer:
         self.learner, self.world, self.folder = learner, learner.world, folder
         self.trained = trained or Ordinals()
         self._group = None if self.world.mesh is None else dist.new_group(backend="gloo")
-        self._thread: threading.Thread | None = None
-        self._fault: str | None = None
+        self._writer = ThreadPoolExecutor(1, "sao-checkpoint")
+        self._saving: Future[str | None] | None = None
         self._step = -1
 
     def save(self, lease: int, tasks: list[tuple[int, int]]) -> str | None:
@@ -68,67 +67,54 @@ class Checkpointer:
         tensors = state_tensors(learner)
         ledger = {"lease": lease, "tasks": [list(task) for task in tasks], "trained": self.trained.runs}
         metadata = {**_metadata(learner, tensors), "ledger": ledger}
-        staged = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
-        model = {name: self._full(part) for name, part in _models(learner).items()}
-        draft = None
+        staged: Any = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
+        dtype, parts = learner.config.model.dtype, _models(learner).items()
+        model = {part: full_tensors(module, dtype, world, copy=True) for part, module in parts}
+        draft, fault = None, "rank 0 could not make the folder"
         if world.rank == 0:
             try:
                 failpoint("save.staged")
                 draft = Draft(self.folder, learner.steps)
             except OSError as error:
-                self._fault = f"step {learner.steps}: {error}"
+                fault = str(error)
         if world.share([draft is not None])[0]:
-            self._fault = f"step {learner.steps}: its writer ended without a word"
-            arguments = (draft, staged, model, metadata)
-            self._thread = threading.Thread(target=self._write, args=arguments, name="sao-checkpoint")
-            self._thread.start()
+            self._saving = self._writer.submit(self._write, draft, staged, model, metadata)
         else:
-            self._fault = self._fault or f"step {learner.steps}: rank 0 could not make the folder"
+            self._saving = Future()
+            self._saving.set_result(fault)
         return before
 
     def finish(self) -> str | None:
         """Waits until nothing is being written. Returns why the save failed, on every rank, or None."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failed = self.world.share([self._fault is not None])[0]
-        fault, self._fault = self._fault, None
-        return (fault or f"step {self._step}: rank 0 failed") if failed else None
-
-    def _full(self, module: nn.Module) -> dict[str, Tensor] | None:
-        """The whole tensors of a module on rank 0, copied where they share memory that training goes on to change."""
-        tensors = full_tensors(module, self.learner.config.model.dtype, self.world)
-        live = {local(parameter).untyped_storage().data_ptr() for parameter in module.parameters()}
-        return tensors and {
-            name: tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
-            for name, tensor in tensors.items()
-        }
+        fault = None if self._saving is None else self._saving.result()
+        self._saving = None
+        failed = self.world.share([fault is not None])[0]
+        return f"step {self._step}: {fault or 'rank 0 failed'}" if failed else None
 
     def _write(
         self, draft: Draft | None, staged: dict[str, Tensor], model: dict[str, Any], metadata: dict[str, Any]
-    ) -> None:
-        config = self.learner.config
+    ) -> str | None:
+        """Writes what was copied; returns why it could not. `draft` is known on rank 0."""
+        config, began = self.learner.config, time.perf_counter()
         try:
-            began = time.perf_counter()
             folder = self.folder / f".step-{self._step}.part" / STATE
             files = {name: _PARTS.index(name.partition("/")[0]) + 1 for name in metadata["tensors"]}
             writer = dcp.HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
-            alone = self.world.mesh is None
-            dcp.save(staged, storage_writer=writer, process_group=self._group, no_dist=alone)
+            dcp.save(staged, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
             failpoint("save.state")
             if draft is not None:
-                policy, critic = model["policy"], model.get("critic")
-                write_model(self.learner.policy, policy, critic, config.model.path, draft.folder, config.model.dtype)
+                write_model(self.learner.policy.lm, model, config, draft.folder)
                 failpoint("save.model")
-                metadata = {**metadata, "fingerprint": fingerprint(policy)}
+                metadata = {**metadata, "fingerprint": fingerprint(model["policy"])}
                 path = draft.commit(metadata, config.learner.checkpoints_kept)
                 log.info("%s is complete, after %.1f s", path, time.perf_counter() - began)
-            self._fault = None
+            return None
         except (Exception, CheckpointException) as error:  # the latter is no Exception
-            self._fault = f"step {self._step}: {_explain(error)}"
-            log.error("checkpoint of %s", self._fault)
+            fault = _explain(error)
+            log.error("checkpoint of step %d: %s", self._step, fault)
             if draft is not None:
                 draft.abandon()
+            return fault
 
 
 def state_tensors(learner: Learner) -> dict[str, Tensor]:
@@ -137,11 +123,9 @@ def state_tensors(learner: Learner) -> dict[str, Tensor]:
     for part, module in _models(learner).items():
         tensors |= {f"{part}/{name}": tensor for name, tensor in named_tensors(module).items()}
     for part, optimizer in learner.optimizers.items():
-        for name, parameter in zip(optimizer.names, optimizer.parameters, strict=True):
-            held = optimizer.adam.state.get(parameter, {})
-            if unknown := sorted(held.keys() - set(_MOMENTS)):
-                raise CheckpointError(f"{part}_optimizer: {name}: unknown state {unknown}")
-            tensors |= {f"{part}_optimizer/{moment}/{name}": held[moment] for moment in _MOMENTS if moment in held}
+        for name, parameter in optimizer.parameters.items():
+            moments = optimizer.adam.state.get(parameter, {})
+            tensors |= {f"{part}_optimizer/{moment}/{name}": tensor for moment, tensor in moments.items()}
     rank, device = learner.world.rank, learner.world.device
     tensors[f"rng/cpu/rank-{rank}"] = torch.get_rng_state()
     if device.type == "cuda":
@@ -157,18 +141,17 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> None:
     """
     world, manifest = learner.world, checkpoint.manifest
     listed: dict[str, list[Any]] = manifest["tensors"]
-    for part, optimizer in learner.optimizers.items():
-        _make_moments(f"{part}_optimizer", optimizer, listed)
+    _make_moments(learner, listed)
     tensors = state_tensors(learner)
-    own = {name for name in tensors if name.startswith("rng/")}
+    held = {name: entry for name, entry in listed.items() if not name.startswith("rng/") or name in tensors}
     new_rank = world.rank >= manifest["ranks"]
-    wanted = {name: tensor for name, tensor in tensors.items() if not (new_rank and name in own)}
-    held = {name for name in listed if not name.startswith("rng/") or name in own}
-    faults = [f"{name}: not in the checkpoint" for name in sorted(wanted.keys() - held)]
-    faults += [f"{name}: not in the model" for name in sorted(held - wanted.keys())]
-    for name in sorted(wanted.keys() & held):
-        if (mine := _described(wanted[name])) != listed[name]:
-            faults.append(f"{name}: {listed[name]} in the checkpoint, {mine} in the model")
+    wanted = {name: tensor for name, tensor in tensors.items() if not (new_rank and name.startswith("rng/"))}
+    described = {name: _described(tensor) for name, tensor in wanted.items()}
+    faults = [
+        f"{name}: {held.get(name, 'not')} in the checkpoint, {described.get(name, 'not')} in the model"
+        for name in sorted(held.keys() | described.keys())
+        if held.get(name) != described.get(name)
+    ]
     if faults:
         more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
         raise CheckpointError(f"{checkpoint.path}: {'; '.join(faults[:5])}{more}")
@@ -233,16 +216,14 @@ def _metadata(learner: Learner, tensors: dict[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def _make_moments(part: str, optimizer: Optimizer, listed: dict[str, list[Any]]) -> None:
+def _make_moments(learner: Learner, listed: dict[str, list[Any]]) -> None:
     """Makes AdamW's state of the parameters that had one when the checkpoint was written: all of it or none."""
-    optimizer.adam.state.clear()
-    for name, parameter in zip(optimizer.names, optimizer.parameters, strict=True):
-        if any(f"{part}/{moment}/{name}" in listed for moment in _MOMENTS):
-            optimizer.adam.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32),
-                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-            }
+    for part, optimizer in learner.optimizers.items():
+        optimizer.adam.state.clear()
+        for name, parameter in optimizer.parameters.items():
+            if any(f"{part}_optimizer/{moment}/{name}" in listed for moment in ("step", *_MOMENTS)):
+                zeros = {moment: torch.zeros_like(parameter, requires_grad=False) for moment in _MOMENTS}
+                optimizer.adam.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **zeros}
 
 
 def _explain(error: BaseException) -> str:

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from sao.learner.model import CRITIC_FILE, DTYPES, Critic, Policy
+from sao.config import Config
+from sao.learner.model import CRITIC_FILE, DTYPES, Critic
 from sao.learner.world import World
 
 # What a tokenizer consists of, by the names that model folders use; weights and config are written anew.
@@ -33,37 +34,32 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return named | {name: buffer for name, buffer in module.named_buffers() if name in saved}
 
 
-def full_tensors(module: nn.Module, dtype: str, world: World) -> dict[str, torch.Tensor] | None:
-    """Whole `named_tensors`, on the CPU of rank 0, in the type `dtype`; None on the other ranks. A collective."""
+def full_tensors(module: nn.Module, dtype: str, world: World, *, copy: bool = False) -> dict[str, torch.Tensor] | None:
+    """Whole `named_tensors`, on the CPU of rank 0, in the type `dtype`; None on the other ranks. A collective.
+
+    Without `copy` they may be the very memory that training changes.
+    """
     out = {}
     for name, tensor in named_tensors(module).items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if world.rank == 0:
-            out[name] = whole.to("cpu", DTYPES[dtype] if whole.is_floating_point() else whole.dtype)
+            out[name] = whole.to("cpu", DTYPES[dtype] if whole.is_floating_point() else whole.dtype, copy=copy)
     return out if world.rank == 0 else None
 
 
-def write_model(
-    policy: Policy,
-    tensors: dict[str, torch.Tensor],
-    critic_tensors: dict[str, torch.Tensor] | None,
-    model_path: str | Path,
-    folder: Path,
-    dtype: str,
-) -> None:
-    """Writes policy, critic and tokenizer into `folder` so that transformers and vLLM load it; on one rank.
+def write_model(lm: Any, tensors: dict[str, dict[str, torch.Tensor]], config: Config, folder: Path) -> None:
+    """Writes a model, its critic and its tokenizer into `folder` so that transformers and vLLM load it; on one rank.
 
-    The tensors are those of `full_tensors`. The critic, if there is one, goes into `critic.safetensors`
-    (`backbone.*`, `head.*`).
+    `tensors`: `full_tensors` of the `policy` and, if there is one, the `critic` (`backbone.*`, `head.*`).
     """
-    policy.lm.save_pretrained(folder, state_dict=tensors)
+    lm.save_pretrained(folder, state_dict=tensors["policy"])
     _write_index(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
-    if critic_tensors is not None:
-        save_file({name: tensor.contiguous() for name, tensor in critic_tensors.items()}, folder / CRITIC_FILE)
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, "dtype": config.model.dtype}, indent=2) + "\n")
+    if "critic" in tensors:
+        _save_critic(tensors["critic"], folder)
     for pattern in _TOKENIZER_FILES:
-        for file in Path(model_path).glob(pattern):
+        for file in Path(config.model.path).glob(pattern):
             shutil.copy(file, folder / file.name)
 
 
@@ -79,10 +75,14 @@ def write_critic(critic: Critic, target: Path, dtype: str, metadata: dict[str, A
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     critic.backbone.config.save_pretrained(temporary)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary / CRITIC_FILE)
+    _save_critic(tensors, temporary)
     (temporary / "pretraining.json").write_text(json.dumps(metadata, indent=2) + "\n")
     shutil.rmtree(target, ignore_errors=True)
     temporary.rename(target)
+
+
+def _save_critic(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / CRITIC_FILE)
 
 
 def _write_index(folder: Path) -> None:

@@ -20,12 +20,10 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, base_rate: float, config: LearnerSection, total_steps: int, world: World):
         self.world, self.config, self.base_rate, self.total_steps = world, config, base_rate, total_steps
-        trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self.names = [name for name, _ in trainable]
-        self.parameters = [parameter for _, parameter in trainable]
+        self.parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         groups = [
-            {"params": [p for p in self.parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in self.parameters.values() if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in self.parameters.values() if p.ndim < 2], "weight_decay": 0.0},
         ]
         self.adam = torch.optim.AdamW(
             [group for group in groups if group["params"]], lr=base_rate, betas=config.betas, foreach=True
@@ -46,10 +44,7 @@ class Optimizer:
             group["lr"] = rate
         return rate
 
-    def clear(self) -> None:
-        """Forgets all gradients."""
-        self.adam.zero_grad(set_to_none=True)
-
+    @torch.no_grad()
     def update(self, count: float, name: str, suffix: str, work: Work) -> str | None:
         """Divides the gradient sums by `count` (> 0, global), clips them to `grad_clip` and makes one AdamW step.
 
@@ -57,35 +52,19 @@ class Optimizer:
         optimizer as it was. The norm of the mean gradient before clipping becomes the metric `NAME/grad_normSUFFIX`.
         """
         with work.clock.of("optimizer"):
-            norm, bad = self._finish(count)
-            if bad is not None:
-                self.clear()
-                return f"non-finite gradient of {name} {bad}"
-            work.metrics[f"{name}/grad_norm{suffix}"] = norm
-            self.step()
-        return None
-
-    def step(self) -> None:
-        """One AdamW update with the gradients as they are; clears them."""
-        self.adam.step()
-        self.clear()
-
-    @torch.no_grad()
-    def _finish(self, count: float) -> tuple[float, str | None]:
-        """Makes means of the gradients and clips them; returns their norm before, and a tensor that is not finite."""
-        gradients = [None if parameter.grad is None else local(parameter.grad) for parameter in self.parameters]
-        held = [gradient for gradient in gradients if gradient is not None]
-        norms = iter(torch._foreach_norm(held)) if held else iter(())
-        zero = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        squares = self.world.total(
-            torch.stack([zero if g is None else next(norms).to(zero).square() for g in gradients])
-        )
-        finite = squares.isfinite()
-        norm = float(squares.sum().sqrt()) / count
-        if not bool(finite.all()):
-            return norm, self.names[int((~finite).nonzero()[0, 0])]
-        torch._foreach_mul_(held, min(1.0, self.config.grad_clip / (norm + 1e-6)) / count)
-        return norm, None
+            gradients = {key: local(p.grad) for key, p in self.parameters.items() if p.grad is not None}
+            norms = dict(zip(gradients, torch._foreach_norm(list(gradients.values())), strict=True))
+            zero = torch.zeros((), dtype=torch.float64, device=self.world.device)
+            squares = self.world.total(torch.stack([norms.get(key, zero).to(zero).square() for key in self.parameters]))
+            bad = [key for key, finite in zip(self.parameters, squares.isfinite().tolist(), strict=True) if not finite]
+            if not bad:
+                norm = float(squares.sum().sqrt()) / count
+                work.metrics[f"{name}/grad_norm{suffix}"] = norm
+                factor = min(1.0, self.config.grad_clip / (norm + 1e-6)) / count
+                torch._foreach_mul_(list(gradients.values()), factor)
+                self.adam.step()
+            self.adam.zero_grad()
+        return f"non-finite gradient of {name} {bad[0]}" if bad else None
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -118,7 +118,7 @@ class PolicyUpdate:
         if number == 1:
             work.metrics.update(found)
         if kept == 0:
-            self.optimizer.clear()
+            self.optimizer.adam.zero_grad()
             return 0, "no action token with a policy gradient"
         skipped = self.optimizer.update(count, "policy", suffix, work)
         return (0 if skipped else kept), skipped

@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from sao.config import parse
 from sao.errors import Error
 from sao.learner.checkpoint import restore
 from sao.learner.export import full_tensors
-from sao.learner.step import Learner, StepResult
+from sao.learner.step import Learner
 from sao.learner.world import World
 from sao.storage import checkpoints
 from sao.telemetry.recording import RecordedStep, read_step
@@ -29,42 +28,31 @@ from sao.transport.weights import fingerprint
 _CLOCKS = ("time/", "broker/")  # not of the computation
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One replayed step: how many numbers were compared, and those that differ: name -> (recorded, replayed)."""
-
-    step: int
-    metrics: int
-    arrays: int
-    weights: bool
-    losses: dict[str, float]
-    different: dict[str, tuple[Any, Any]]
-
-
-def compare(record: RecordedStep, result: StepResult, policy: str | None) -> Comparison:
-    """Compares bit by bit. `policy`: fingerprint of the replayed policy; None: not compared."""
+def replay(learner: Learner, record: RecordedStep) -> dict[str, Any]:
+    """Makes a step and compares it bit by bit: how many numbers were compared, and those that differ, as
+    name -> (recorded, replayed). A collective: every rank makes the same call.
+    """
+    result = learner.step(record.trajectories())
+    policy = full_tensors(learner.policy.lm, learner.config.model.dtype, learner.world)
     recorded: dict[str, float] = record.meta["metrics"]
     names = sorted(name for name in recorded.keys() | result.metrics.keys() if not name.startswith(_CLOCKS))
     pairs: dict[str, tuple[Any, Any]] = {name: (recorded.get(name), result.metrics.get(name)) for name in names}
-    different = {name: (old, new) for name, (old, new) in pairs.items() if old != new}
     for name, held in sorted(record.arrays.items()):
         mine = np.ascontiguousarray((result.arrays or {}).get(name, np.empty(0, held.dtype)))
         if (held.dtype, held.shape, held.tobytes()) != (mine.dtype, mine.shape, mine.tobytes()):
             count = int((held != mine).sum()) if held.shape == mine.shape else max(held.size, mine.size)
-            different[f"array {name}"] = (f"{held.dtype}{list(held.shape)}", f"{count} values differ")
+            pairs[f"array {name}"] = (f"{held.dtype}{list(held.shape)}", f"{count} values differ")
     wanted = record.meta.get("fingerprint")
-    weights = policy is not None and wanted is not None
-    if weights and policy != wanted:
-        different["weights"] = (wanted, policy)
-    losses = {name: value for name, value in sorted(recorded.items()) if name.startswith("loss/")}
-    return Comparison(record.step, len(names), len(record.arrays), weights, losses, different)
-
-
-def replay(learner: Learner, record: RecordedStep) -> Comparison:
-    """Makes the step and compares. A collective: every rank makes the same call."""
-    result = learner.step(record.trajectories())
-    tensors = full_tensors(learner.policy.lm, learner.config.model.dtype, learner.world)
-    return compare(record, result, None if tensors is None else fingerprint(tensors))
+    if policy is not None and wanted is not None:
+        pairs["weights"] = (wanted, fingerprint(policy))
+    return {
+        "step": record.step,
+        "metrics": len(names),
+        "arrays": len(record.arrays),
+        "weights": "weights" in pairs,
+        "losses": {name: value for name, value in sorted(recorded.items()) if name.startswith("loss/")},
+        "different": {name: pair for name, pair in pairs.items() if pair[0] != pair[1]},
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
             restore(learner, checkpoints.read(arguments.checkpoint))
         found = [replay(learner, record) for record in records]
         if world.rank == 0:
-            arguments.report.write_text(json.dumps([vars(comparison) for comparison in found]))
+            arguments.report.write_text(json.dumps(found))
         world.leave()
     except Error as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
