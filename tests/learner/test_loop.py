@@ -69,15 +69,15 @@ def setup(tiny_model, tmp_path):
         config = make_config(tiny_model, **{"run__steps": 3, "learner__batch_trajectories": 3, **settings})
         weights = tmp_path / "weights"
         weights.mkdir(exist_ok=True)
-        return config, Learner(config, WORLD, weights), tmp_path / "checkpoints"
+        return Learner(config, WORLD, weights), tmp_path / "checkpoints"
 
     return make
 
 
 def test_it_trains_commits_and_exports(setup):
-    config, learner, checkpoints = setup(learner__critic_warmup_steps=1)
+    learner, checkpoints = setup(learner__critic_warmup_steps=1)
     broker = Broker((rollouts(0), 0), (rollouts(0), 0), (rollouts(1), 1))
-    assert loop.train(config, learner, WORLD, broker, checkpoints) == "3 steps done"
+    assert loop.train(learner, broker, checkpoints) == "3 steps done"
     assert [message for message in broker.calls if isinstance(message, Take)] == [Take(n=3)] * 3
     assert [(c.lease, c.step, c.version) for c in broker.commits] == [(1, 1, 0), (3, 2, 1), (5, 3, 2)]
     assert broker.commits[0].weights is None
@@ -91,24 +91,24 @@ def test_it_trains_commits_and_exports(setup):
 
 
 def test_stop_ends_it_with_an_export(setup):
-    config, learner, checkpoints = setup()
+    learner, checkpoints = setup()
     broker = Broker((rollouts(0), 0), "stop")
-    assert loop.train(config, learner, WORLD, broker, checkpoints) == loop.STOPPED
+    assert loop.train(learner, broker, checkpoints) == loop.STOPPED
     assert len(broker.commits) == 1 and [path.name for path in checkpoints.iterdir()] == ["step-1"]
 
 
 def test_checkpoints_are_written_on_the_way(setup):
-    config, learner, checkpoints = setup(learner__save_every_steps=1, learner__checkpoints_kept=2)
-    loop.train(config, learner, WORLD, Broker(*((rollouts(v), v) for v in range(3))), checkpoints)
+    learner, checkpoints = setup(learner__save_every_steps=1, learner__checkpoints_kept=2)
+    loop.train(learner, Broker(*((rollouts(v), v) for v in range(3))), checkpoints)
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-2", "step-3"]
 
 
 def test_a_skipped_step_is_committed_without_weights(setup):
-    config, learner, checkpoints = setup(run__steps=1)
+    learner, checkpoints = setup(run__steps=1)
     rng = np.random.default_rng(0)
     outside = [make_trajectory(rng, [make_segment(rng, [(3, 4)], logprob=-40.0)])]
     broker = Broker((outside, 0))
-    loop.train(config, learner, WORLD, broker, checkpoints)
+    loop.train(learner, broker, checkpoints)
     (commit,) = broker.commits
     assert (commit.version, commit.weights, commit.trained_tokens, commit.masked_tokens) == (0, None, 0, 4)
     assert commit.metrics["step/skipped"] == 1
@@ -116,31 +116,31 @@ def test_a_skipped_step_is_committed_without_weights(setup):
 
 def test_waiting_in_rounds_gives_up_nothing(setup, monkeypatch):
     monkeypatch.setattr(loop, "_ROUND_S", 0.02)
-    config, learner, checkpoints = setup(run__steps=1)
+    learner, checkpoints = setup(run__steps=1)
 
     def late(future):
         threading.Timer(0.2, lambda: future.set_result(batch_message(rollouts(0), 0))).start()
 
     broker = Broker(late)
-    loop.train(config, learner, WORLD, broker, checkpoints)
+    loop.train(learner, broker, checkpoints)
     assert [type(message) for message in broker.calls] == [Take, Commit]
     assert broker.commits[0].metrics["time/wait_s"] >= 0.15
 
 
 def test_a_lost_broker_ends_it_at_once(setup):
-    config, learner, checkpoints = setup()
+    learner, checkpoints = setup()
     with pytest.raises(TransportError, match="gone"):
-        loop.train(config, learner, WORLD, Broker(TransportError("gone")), checkpoints)
+        loop.train(learner, Broker(TransportError("gone")), checkpoints)
     assert not checkpoints.exists()
 
 
 def test_a_batch_for_another_version_or_of_other_bytes_is_refused(setup):
-    config, learner, checkpoints = setup()
+    learner, checkpoints = setup()
     with pytest.raises(LearnerError, match="at version 4, learner at 0"):
-        loop.train(config, learner, WORLD, Broker((rollouts(0), 4)), checkpoints)
+        loop.train(learner, Broker((rollouts(0), 4)), checkpoints)
     with pytest.raises(WireError):
         answer = Batch(lease=1, version=0, ordinals=(0,), attempts=(1,), frames=(b"x" * 64, b"y" * 64))
-        loop.train(config, learner, WORLD, Broker(lambda future: future.set_result(answer)), checkpoints)
+        loop.train(learner, Broker(lambda future: future.set_result(answer)), checkpoints)
     assert learner.steps == 0
 
 
@@ -156,30 +156,30 @@ def test_the_program_names_what_is_missing(tiny_model, tmp_path):
 
 
 def test_a_task_that_was_trained_before_is_refused(setup):
-    config, learner, checkpoints = setup()
+    learner, checkpoints = setup()
     first, again = batch_message(rollouts(0), 0), batch_message(rollouts(0), 1)
     broker = Broker(lambda future: future.set_result(first), lambda future: future.set_result(again))
     with pytest.raises(LearnerError, match=r"batch 1: tasks \[1000, 1001, 1002\] were trained before"):
-        loop.train(config, learner, WORLD, broker, checkpoints)
+        loop.train(learner, broker, checkpoints)
     assert learner.steps == 1
     resumed = Ordinals([[1000, 1003]])
     with pytest.raises(LearnerError, match="were trained before"):
         broker = Broker(lambda future: future.set_result(again))
-        loop.train(config, learner, WORLD, broker, checkpoints, resumed)
+        loop.train(learner, broker, checkpoints, resumed)
 
 
 def test_a_checkpoint_that_cannot_be_saved_is_reported_unless_it_is_the_last(setup, monkeypatch):
-    config, learner, checkpoints = setup(learner__save_every_steps=1)
+    learner, checkpoints = setup(learner__save_every_steps=1)
     faults._reached.clear()
     monkeypatch.setenv(faults.FAIL, "save.state:1")
     broker = Broker((rollouts(0), 0), (rollouts(1), 1), (rollouts(2), 2))
-    assert loop.train(config, learner, WORLD, broker, checkpoints) == "3 steps done"
+    assert loop.train(learner, broker, checkpoints) == "3 steps done"
     (event,) = [message for message in broker.calls if isinstance(message, Event)]
     assert event.level == "error" and "checkpoint not saved: step 1" in event.text
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-2", "step-3"]
     assert all("time/save_s" in commit.metrics for commit in broker.commits)
     faults._reached.clear()
     monkeypatch.setenv(faults.FAIL, "save.state:1")
-    config, learner, _ = setup(run__steps=1)
+    learner, _ = setup(run__steps=1)
     with pytest.raises(CheckpointError, match="the last checkpoint could not be saved: step 1"):
-        loop.train(config, learner, WORLD, Broker((rollouts(0), 0)), checkpoints.with_name("other"))
+        loop.train(learner, Broker((rollouts(0), 0)), checkpoints.with_name("other"))

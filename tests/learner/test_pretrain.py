@@ -15,7 +15,6 @@ from sao.errors import ConfigError, LearnerError
 from sao.learner.loop import STOPPED
 from sao.learner.pretrain import Progress, pretrain
 from sao.learner.step import Learner
-from sao.learner.world import World
 from sao.runtime.train import value_pretraining as derive
 
 
@@ -106,7 +105,7 @@ def test_batches_are_trained_on_until_it_is_enough_and_the_critic_is_kept(tiny_m
     learner = Learner(config)
     start = {name: parameter.detach().clone() for name, parameter in learner.critic.named_parameters()}
     broker = Broker(*((learnable(seed), 0) for seed in range(40)))
-    reason = pretrain(config, learner, World.alone(), broker, tmp_path)
+    reason = pretrain(learner, broker, tmp_path)
     assert "reached value_pretraining.target = 0.5" in reason and 1 < learner.steps < 40
     assert [commit.done for commit in broker.commits] == [""] * (learner.steps - 1) + [reason]
     assert {(commit.version, commit.weights) for commit in broker.commits} == {(0, None)}
@@ -140,8 +139,8 @@ def test_a_learner_of_values_has_no_policy(tiny_model):
 
 def test_a_run_that_is_stopped_keeps_what_there_is(tiny_model, tmp_path):
     config = made(tiny_model)
-    assert pretrain(config, Learner(config), World.alone(), Broker("stop"), tmp_path) == STOPPED
+    assert pretrain(Learner(config), Broker("stop"), tmp_path) == STOPPED
     assert not (tmp_path / "critic").exists()
     broker = Broker((random_batch(0, 4), 0), "stop")
-    assert pretrain(config, Learner(config), World.alone(), broker, tmp_path) == STOPPED
+    assert pretrain(Learner(config), broker, tmp_path) == STOPPED
     assert json.loads((tmp_path / "critic" / "pretraining.json").read_text())["batches"] == 1

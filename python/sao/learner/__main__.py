@@ -39,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are folders; nothing is fetched
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what learner.deterministic needs on GPUs
     client: Client | None = None
+    server: WeightsServer | None = None
     joined = False
     try:
         config = load(arguments.config or arguments.run_folder / "config.json")
@@ -50,20 +51,14 @@ def main(argv: list[str] | None = None) -> int:
         from sao.learner.world import World
 
         world = World.join(arguments.store)
-        transport = config.transport
+        transport, limits = config.transport, Limits.of(config.transport)
         if world.rank == 0:
-            client = Client(
-                arguments.endpoint,
-                role="learner",
-                name="learner",
-                limits=Limits.of(transport),
-                keys=client_keys(transport.keys, arguments.endpoint, "learner", "learner"),
-            )
+            keys = client_keys(transport.keys, arguments.endpoint, "learner", "learner")
+            client = Client(arguments.endpoint, role="learner", name="learner", limits=limits, keys=keys)
         learner, trained, weights = Learner(config, world, arguments.weights_folder), None, None
-        server: WeightsServer | None = None
         if client is not None and transport.weights_bind is not None:
-            keys = server_keys(transport.keys, transport.weights_bind, LEARNER)
-            server = WeightsServer(transport.weights_bind, Limits.of(transport), keys)
+            served = server_keys(transport.keys, transport.weights_bind, LEARNER)
+            server = WeightsServer(transport.weights_bind, limits, served)
             learner.announce = server.publish
             log.info("weights for other hosts are served at %s", server.endpoint)
         if arguments.checkpoint is not None:
@@ -77,9 +72,9 @@ def main(argv: list[str] | None = None) -> int:
             client.connect(deadline_s=_CONNECT_S, step=learner.steps, weights=weights)
             joined = True
         if config.run.task == "pretrain_value":
-            pretrain(config, learner, world, client, arguments.run_folder)
+            pretrain(learner, client, arguments.run_folder)
         else:
-            train(config, learner, world, client, arguments.run_folder / "checkpoints", trained)
+            train(learner, client, arguments.run_folder / "checkpoints", trained)
         if client is not None:
             with suppress(Error):
                 client.flush(deadline_s=5.0)

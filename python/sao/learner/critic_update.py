@@ -36,7 +36,7 @@ class CriticUpdate:
 
     def run(self, work: Work) -> tuple[Floats | None, str | None]:
         """K critic passes. Returns advantages float32[N] by flat index, or None and why the step is skipped."""
-        algorithm, batch, clock = self.config.algorithm, work.batch, work.clock
+        algorithm, batch = self.config.algorithm, work.batch
         # With lambda_critic = 1 a target is a return and needs no value; then the first critic pass, which runs before
         # any update, gives the values on its way and their own forward pass is saved.
         returns = algorithm.lambda_critic == 1 and algorithm.skip_observations and not algorithm.bootstrap_truncated
@@ -50,7 +50,7 @@ class CriticUpdate:
             # V_old is frozen here: what the critic said before the first update of this step. In a first pass that
             # gives the values itself, V is V_old, and the two forms of the loss are one.
             old = None if number == 1 and returns else torch.from_numpy(values).to(self.world.device)
-            with clock.of("critic"):
+            with work.timed("critic"):
                 seen = self._pass(work, number, torch.from_numpy(targets).to(self.world.device), old)
             if skipped := self.optimizer.update(work.n_actions, "critic", f"_{number}", work):
                 return None, skipped
@@ -98,7 +98,7 @@ class CriticUpdate:
         """
         batch, algorithm = work.batch, self.config.algorithm
         everywhere = not algorithm.skip_observations or algorithm.bootstrap_truncated
-        with work.clock.of("values"):
+        with work.timed("values"):
             after = torch.zeros(len(batch.token_ids) + 1, dtype=torch.float32, device=self.world.device)
             for part in work.micro:
                 if everywhere:
@@ -119,7 +119,7 @@ class CriticUpdate:
     ) -> tuple[Floats, Floats, NDArray[np.float64]]:
         """Advantages, targets (float32[N]) and lambdas (float64[T]) from the native kernel, equal on all ranks."""
         algorithm, batch = self.config.algorithm, work.batch
-        with work.clock.of("advantages"):
+        with work.timed("advantages"):
             return estimate_advantages(
                 values,
                 *(batch.action_mask, batch.segment_offsets, batch.trajectory_offsets, batch.rewards),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from sao.config import Config
 from sao.errors import CheckpointError, LearnerError
 from sao.learner.checkpoint import Checkpointer
 from sao.learner.step import Learner, StepResult
-from sao.learner.world import World
 from sao.storage.checkpoints import Ordinals
 from sao.storage.failpoints import failpoint
 from sao.telemetry.recording import write_step
@@ -34,7 +34,7 @@ _WAIT, _STOP, _BATCH = 0, 1, 2
 
 @dataclass(frozen=True)
 class Taken:
-    """A batch as it came, and how long it was waited for. `lease` and `tasks` are known on rank 0 only."""
+    """A batch as it came, and how long it was waited for. `tasks` are known on rank 0 only."""
 
     lease: int  # the broker's number for it
     version: int  # of the policy
@@ -43,78 +43,68 @@ class Taken:
     wait_s: float
 
 
-def train(
-    config: Config,
-    learner: Learner,
-    world: World,
-    connection: Client | None,
-    checkpoints: Path,
-    trained: Ordinals | None = None,
-) -> str:
+def train(learner: Learner, connection: Client | None, checkpoints: Path, trained: Ordinals | None = None) -> str:
     """Trains until `run.steps` steps are done or the broker says stop, saves, and returns why it ended.
 
     `connection` is that to the broker on rank 0 and None elsewhere; `trained`: the tasks of the checkpoint that the
     learner continues from. A checkpoint that cannot be saved is reported and training goes on, unless it is the last.
     Raises what the connection, the batch or the step raises, and `CheckpointError`.
     """
-    saver = Checkpointer(learner, checkpoints, trained)
-    reason, saved, save_s = f"{config.run.steps} steps done", learner.steps, 0.0
-    last: Taken | None = None
+    config, saver = learner.config, Checkpointer(learner, checkpoints, trained)
+    reason, every, save_s = f"{config.run.steps} steps done", config.learner.save_every_steps, 0.0
+    unsaved: Taken | None = None
     while learner.steps < config.run.steps:
-        taken = take(config, world, connection)
+        taken = take(learner, connection)
         if taken is None:
             reason = STOPPED
             break
-        result = train_on(config, learner, taken, saver.trained)
-        result.metrics["time/save_s"] = save_s
+        result = train_on(learner, taken, saver.trained)
+        result.metrics["time/save_s"], save_s = save_s, 0.0
         commit(connection, taken, result)
         saver.trained.add(ordinal for ordinal, _ in taken.tasks)
         if connection is not None and result.arrays is not None:
             _record(config, taken, result, checkpoints.parent / "trajectories")
-        last, every, save_s = taken, config.learner.save_every_steps, 0.0
+        unsaved = taken
         if every and learner.steps % every == 0:
             began = time.perf_counter()
             _report(connection, saver.save(taken.lease, taken.tasks))
-            saved, save_s = learner.steps, time.perf_counter() - began
-    if saved != learner.steps and last is not None:
-        _report(connection, saver.save(last.lease, last.tasks))
+            unsaved, save_s = None, time.perf_counter() - began
+    if unsaved is not None:
+        _report(connection, saver.save(unsaved.lease, unsaved.tasks))
     if fault := saver.finish():
         raise CheckpointError(f"the last checkpoint could not be saved: {fault}")
     log.info("%s; policy version %d after %d steps", reason, learner.version, learner.steps)
     return reason
 
 
-def take(config: Config, world: World, connection: Client | None) -> Taken | None:
+def take(learner: Learner, connection: Client | None) -> Taken | None:
     """The next batch on every rank, or None when the broker says stop."""
-    began = time.perf_counter()
-    future = None if connection is None else connection.call(Take(n=config.learner.batch_trajectories))
-    state, lease, version, frames, tasks = _WAIT, 0, 0, [], []
+    began, world = time.perf_counter(), learner.world
+    future = None if connection is None else connection.call(Take(n=learner.config.learner.batch_trajectories))
+    batch: Batch | None = None
+    state, lease, version = _WAIT, 0, 0
     while state == _WAIT:
-        if future is not None:
-            try:
-                answer = future.result(timeout=_ROUND_S)
-            except TimeoutError:
-                if future.done():  # an answer: the deadline or the loss of the broker, not the end of this round
-                    raise
-            else:
-                state = _STOP
-                if isinstance(answer, Batch):
-                    state, lease, version, frames = _BATCH, answer.lease, answer.version, list(answer.frames)
-                    tasks = list(zip(answer.ordinals, answer.attempts, strict=True))
+        if future is not None and wait([future], _ROUND_S).done:
+            answer = future.result()
+            state = _STOP
+            if isinstance(answer, Batch):
+                batch, state, lease, version = answer, _BATCH, answer.lease, answer.version
         state, lease, version = world.share([state, lease, version])
     if state == _STOP:
         return None
-    return Taken(lease, version, world.share_frames(frames), tasks, time.perf_counter() - began)
+    frames = world.share_frames([] if batch is None else list(batch.frames))
+    tasks = [] if batch is None else list(zip(batch.ordinals, batch.attempts, strict=True))
+    return Taken(lease, version, frames, tasks, time.perf_counter() - began)
 
 
-def train_on(config: Config, learner: Learner, taken: Taken, trained: Ordinals) -> StepResult:
+def train_on(learner: Learner, taken: Taken, trained: Ordinals) -> StepResult:
     """One step on a batch that fits: of the learner's version, of tasks that were not trained before.
 
     Raises `LearnerError` if it does not, `WireError` for bytes that are no trajectories, and what the step raises.
     """
     failpoint("learner.taken")
     began = time.perf_counter()
-    limit = config.transport.max_message_bytes
+    limit = learner.config.transport.max_message_bytes
     trajectories = [
         decode(head, body, sidecars=more, max_bytes=limit) for head, body, *more in split_frames(taken.frames)
     ]
@@ -137,16 +127,8 @@ def commit(connection: Client | None, taken: Taken, result: StepResult, done: st
     if connection is None:
         return
     failpoint("learner.commit")
-    message = Commit(
-        lease=taken.lease,
-        step=result.step,
-        version=result.version,
-        weights=result.weights,
-        trained_tokens=result.trained_tokens,
-        masked_tokens=result.masked_tokens,
-        metrics={**result.metrics},
-        done=done,
-    )
+    counts = (result.step, result.version, result.trained_tokens, result.masked_tokens)
+    message = Commit(taken.lease, *counts, {**result.metrics}, result.weights, done)
     connection.call(message, deadline_s=_COMMIT_S).result()
     failpoint("learner.committed")
 

@@ -51,7 +51,7 @@ class Optimizer:
         Returns why nothing was updated, the same on every rank, or None: a non-finite gradient on any rank leaves the
         optimizer as it was. The norm of the mean gradient before clipping becomes the metric `NAME/grad_normSUFFIX`.
         """
-        with work.clock.of("optimizer"):
+        with work.timed("optimizer"):
             gradients = {key: local(p.grad) for key, p in self.parameters.items() if p.grad is not None}
             norms = dict(zip(gradients, torch._foreach_norm(list(gradients.values())), strict=True))
             zero = torch.zeros((), dtype=torch.float64, device=self.world.device)

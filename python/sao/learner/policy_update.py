@@ -59,7 +59,7 @@ class PolicyUpdate:
         While the critic warms up the version stays, so most tokens are of lag 0: a wrong engine shows at once.
         """
         sums = PolicySums(self.config.algorithm.eps_low, self.config.algorithm.eps_high, self.world)
-        with work.clock.of("gap"):
+        with work.timed("gap"):
             part = work.micro[0]
             current = part.lags == 0
             logprobs, entropies = self._score(part, current)
@@ -71,7 +71,7 @@ class PolicyUpdate:
     @torch.no_grad()
     def _old_logprobs(self, work: Work) -> list[Tensor]:
         """Log-probs of the policy at the start of the step: float32[n] or better of each micro-batch's fresh tokens."""
-        with work.clock.of("old_logprobs"):
+        with work.timed("old_logprobs"):
             return [self._score(part, self._fresh(part))[0] for part in work.micro]
 
     def _pass(self, work: Work, advantages: Tensor, old: list[Tensor] | None, number: int) -> tuple[int, str | None]:
@@ -82,7 +82,7 @@ class PolicyUpdate:
         sums = PolicySums(algorithm.eps_low, algorithm.eps_high, self.world)
         # Loss, tokens kept, likelihood loss of successes.
         totals = torch.zeros(3, dtype=torch.float64, device=self.world.device)
-        with work.clock.of("policy"):
+        with work.timed("policy"):
             for index, part in enumerate(work.micro):
                 fresh = self._fresh(part)
                 flat, rollout = part.flat[fresh], part.rollout_logprobs[fresh]

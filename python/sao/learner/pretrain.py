@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from sao.algorithms.value import explained_variance
-from sao.config import Config
 from sao.config.sections import ValuePretrainingSection
 from sao.errors import LearnerError
 from sao.learner.export import write_critic
 from sao.learner.loop import STOPPED, commit, take, train_on
 from sao.learner.step import Learner
-from sao.learner.world import World
 from sao.storage.checkpoints import Ordinals
 from sao.transport.client import Client
 
@@ -58,7 +56,7 @@ class Progress:
         return f"{self._batches} batches done" if self._batches >= settings.steps else None
 
 
-def pretrain(config: Config, learner: Learner, world: World, connection: Client | None, run_folder: Path) -> str:
+def pretrain(learner: Learner, connection: Client | None, run_folder: Path) -> str:
     """Trains the critic until it is time to stop, writes it to `run_folder/critic`, and returns why it ended.
 
     `connection` is that to the broker on rank 0 and None elsewhere. A run that is stopped from outside before the first
@@ -66,13 +64,14 @@ def pretrain(config: Config, learner: Learner, world: World, connection: Client 
     """
     if learner.critic is None:
         raise LearnerError("run.task: pretrain_value needs an estimator with a critic")
-    progress, reason, rollouts, tokens = Progress(config.value_pretraining), "", 0, 0
+    config, reason, rollouts, tokens = learner.config, "", 0, 0
+    progress = Progress(config.value_pretraining)
     while not reason:
-        taken, result = take(config, world, connection), None
+        taken, result = take(learner, connection), None
         if taken is None:
             reason = STOPPED
         else:
-            result = train_on(config, learner, taken, Ordinals())
+            result = train_on(learner, taken, Ordinals())
             rollouts, tokens = rollouts + len(taken.tasks), tokens + result.trained_tokens
             reason = progress.add(learner.value_moments) or ""
         if reason and learner.steps:
@@ -87,7 +86,7 @@ def pretrain(config: Config, learner: Learner, world: World, connection: Client 
                 "critic_frozen": config.learner.critic_frozen,
                 "gamma": config.algorithm.gamma,
             }
-            write_critic(learner.critic, run_folder / FOLDER, config.model.dtype, metadata, world)
+            write_critic(learner.critic, run_folder / FOLDER, config.model.dtype, metadata, learner.world)
         if taken is not None and result is not None:
             if progress.explained_variance is not None:
                 result.metrics["critic/explained_variance_window"] = progress.explained_variance

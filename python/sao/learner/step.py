@@ -15,6 +15,7 @@ with a non-finite gradient, is skipped from there on: the optimizer at hand is l
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ from sao.learner.metrics import describe
 from sao.learner.model import Policy, linear_cost
 from sao.learner.plan import plan_segments
 from sao.learner.policy_update import PolicyUpdate
-from sao.learner.work import Clock, Work
+from sao.learner.work import Work
 from sao.learner.world import World
 from sao.storage.failpoints import failpoint
 from sao.trajectory import Trajectory
@@ -130,34 +131,34 @@ class Learner:
             kept, skipped = policy.run(work, torch.from_numpy(advantages).to(self.world.device))
             if skipped is None:
                 self.version += 1
-                with work.clock.of("publish"):
+                with work.timed("publish"):
                     weights = self._publish()
         return self._end(work, kept, weights, skipped)
 
     def _lay_out(self, trajectories: Sequence[Trajectory]) -> Work:
         """The batch, flat and the same on every rank, and this rank's micro-batches of it."""
-        clock, config, world = Clock(), self.config, self.world
-        with clock.of("plan"):
-            summaries = config.compaction.train_summaries
-            batch = flatten(trajectories, self.version, summaries=summaries, vocabulary=self._vocabulary)
-            plan = plan_segments(
-                batch.lengths,
-                world.size,
-                config.learner.row_tokens,
-                config.learner.rows_per_micro_batch,
-                self._linear_cost,
-                masked=self._attention == SDPA,
-            )
-            world.agree("batch and plan", int(plan.hash) ^ batch.checksum())
-            micro = micro_batches(batch, plan, world.rank, world.device, self._attention)
-            work = Work(batch, plan, micro, clock, recorded=config.telemetry.keep_trajectories > 0)
-            work.metrics.update(describe(batch, config.env.success_reward))
+        began, config, world = time.perf_counter(), self.config, self.world
+        summaries = config.compaction.train_summaries
+        batch = flatten(trajectories, self.version, summaries=summaries, vocabulary=self._vocabulary)
+        plan = plan_segments(
+            batch.lengths,
+            world.size,
+            config.learner.row_tokens,
+            config.learner.rows_per_micro_batch,
+            self._linear_cost,
+            masked=self._attention == SDPA,
+        )
+        world.agree("batch and plan", int(plan.hash) ^ batch.checksum())
+        micro = micro_batches(batch, plan, world.rank, world.device, self._attention)
+        work = Work(batch, plan, micro, recorded=config.telemetry.keep_trajectories > 0)
+        work.metrics.update(describe(batch, config.env.success_reward))
+        work.seconds["plan"] = time.perf_counter() - began
         return work
 
     def _advantages(self, work: Work) -> tuple[Floats | None, str | None]:
         """Advantages float32[N] by flat index, the critic being updated on the way, or None and why there are none."""
         if self._critic_update is None:
-            with work.clock.of("advantages"):
+            with work.timed("advantages"):
                 advantages = self._advantages_of_rewards(work.batch)
         else:
             found, skipped = self._critic_update.run(work)
@@ -202,7 +203,7 @@ class Learner:
         self.steps += 1
         self.skipped_total += skipped is not None
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        metrics.update({f"time/{cause}_s": seconds for cause, seconds in work.clock.seconds.items()})
+        metrics.update({f"time/{cause}_s": seconds for cause, seconds in work.seconds.items()})
         metrics["tokens/trained"], metrics["tokens/masked"] = float(kept), float(sampled - kept)
         metrics["step/skipped"], metrics["step/skipped_total"] = float(skipped is not None), float(self.skipped_total)
         metrics["step/version"] = float(self.version)

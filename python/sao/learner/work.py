@@ -15,40 +15,29 @@ from sao.learner.plan import Plan
 from sao.learner.world import World
 
 
-class Clock:
-    """Seconds by cause."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def of(self, cause: str) -> Iterator[None]:
-        """Adds the time spent in the block to `cause`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[cause] = self.seconds.get(cause, 0.0) + time.perf_counter() - start
-
-
 class Work:
     """One step in progress. `arrays`: what `sao.telemetry.recording` keeps of it, or None if it keeps nothing."""
 
-    def __init__(self, batch: Batch, plan: Plan, micro: list[MicroBatch], clock: Clock, *, recorded: bool) -> None:
-        self.batch, self.micro, self.clock = batch, micro, clock
+    def __init__(self, batch: Batch, plan: Plan, micro: list[MicroBatch], *, recorded: bool) -> None:
+        self.batch, self.micro = batch, micro
         self.n_actions = int(batch.action_mask.sum())  # of the whole batch, on all ranks
+        self.seconds: dict[str, float] = {}  # by cause
         self.metrics: dict[str, float] = {}
         self.arrays: dict[str, NDArray[Any]] | None = None
         if recorded:
-            places = {f"plan_{name}": getattr(plan, name) for name in ("rank", "micro_batch", "row", "position")}
-            names = ("lags", "segment_offsets", "trajectory_offsets")
-            self.arrays = {
-                "rollout_logprobs": batch.logprobs,
-                **{name: getattr(batch, name) for name in names},
-                **places,
-            }
+            self.arrays = {name: getattr(batch, name) for name in ("lags", "segment_offsets", "trajectory_offsets")}
+            places = ("rank", "micro_batch", "row", "position")
+            self.arrays |= {f"plan_{name}": getattr(plan, name) for name in places}
+            self.arrays["rollout_logprobs"] = batch.logprobs
             # Log-prob of each token of this rank, and 1 where there is one.
             self._logprobs = torch.zeros(2, len(batch.token_ids), device=micro[0].flat.device)
+
+    @contextmanager
+    def timed(self, cause: str) -> Iterator[None]:
+        """Adds the time spent in the block to `cause`."""
+        start = time.perf_counter()
+        yield
+        self.seconds[cause] = self.seconds.get(cause, 0.0) + time.perf_counter() - start
 
     def record(self, **arrays: NDArray[Any]) -> None:
         """Keeps copies of arrays over the flat tokens, equal on every rank."""

@@ -81,40 +81,32 @@ class World:
 
     def agree(self, what: str, number: int) -> None:
         """Checks that 63 bits of a number are the same on every rank. Raises `LearnerError` on all if not."""
-        if self.size == 1:
-            return
         number &= 2**63 - 1
         most, least = self.largest(torch.tensor([number, -number])).tolist()
         if most != -least:
             raise LearnerError(f"{what}: ranks differ: this one has {number:016x}")
 
-    def share(self, value: list[int]) -> list[int]:
-        """Sends a list of integers from rank 0 to all ranks; `value` counts on rank 0 only."""
-        if self.size == 1:
-            return value
-        count = torch.tensor([len(value) if self.rank == 0 else 0])
-        dist.broadcast(count, 0)
-        numbers = torch.tensor(value if self.rank == 0 else [0] * int(count), dtype=torch.int64)
-        if not numbers.numel():
-            return []
-        dist.broadcast(numbers, 0)
-        return numbers.tolist()
+    def share(self, numbers: list[int]) -> list[int]:
+        """Rank 0's integers on every rank, which all give as many."""
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        if self.size > 1:
+            dist.broadcast(tensor, 0)
+        return tensor.tolist()
 
     def share_frames(self, frames: list[Any]) -> list[Any]:
         """Sends byte frames from rank 0 to all ranks: sizes first, then one blob with every frame aligned to 64 bytes.
 
-        `frames` (objects with the buffer protocol) counts on rank 0 only. Returns the frames as given on rank 0 and as
-        views of the received blob elsewhere; an empty list is sent like any other.
+        `frames`: objects with the buffer protocol on rank 0, where they are returned as given; none elsewhere, where
+        views of the blob are returned.
         """
-        if self.size == 1:
+        [count] = self.share([len(frames)])
+        if self.size == 1 or not count:
             return frames
-        sizes = self.share([memoryview(frame).nbytes for frame in frames] if self.rank == 0 else [])
+        sizes = self.share([memoryview(frame).nbytes for frame in frames] or [0] * count)
         padded = [-(-size // _ALIGN) * _ALIGN for size in sizes]
         blob = torch.zeros(sum(padded), dtype=torch.uint8)
         views = [part.numpy()[:size] for part, size in zip(blob.split(padded), sizes, strict=True)]
-        if self.rank == 0:
-            for view, frame in zip(views, frames, strict=True):
-                view[:] = np.frombuffer(frame, dtype=np.uint8)
-        if blob.numel():
-            dist.broadcast(blob, 0)
-        return frames if self.rank == 0 else views
+        for view, frame in zip(views, frames, strict=False):
+            view[:] = np.frombuffer(frame, dtype=np.uint8)
+        dist.broadcast(blob, 0)
+        return frames or views
