@@ -17,6 +17,7 @@ from typing import Any
 from common import report
 
 from sao import _core
+from sao.broker.persistence import Persistence
 from sao.broker.tasks import TaskBook
 
 
@@ -24,7 +25,7 @@ def simulate(steps: int, lag: int, batch: int, order: str, seed: int) -> dict[in
     """Number of trained rollouts by lag."""
     rng = random.Random(seed)
     ledger, admission = _core.Ledger(), _core.Admission(lag, batch)
-    book = TaskBook(ledger)
+    book = TaskBook(Persistence(ledger))
     started: dict[int, int] = {}
     running: list[tuple[float, int]] = []
     finished: deque[int] = deque()
@@ -39,10 +40,10 @@ def simulate(steps: int, lag: int, batch: int, order: str, seed: int) -> dict[in
             started[task.ordinal] = commits
             heapq.heappush(running, (now + min(rng.paretovariate(1.2), 2000.0), task.ordinal))
         if held is None:
-            head = book.head(batch) if order == "window" else None
+            head = book.head(batch) if order == "window" else []
             if order == "completion" and len(finished) >= batch:
                 head = [finished.popleft() for _ in range(batch)]
-            if head is not None:
+            if head:
                 held, lease, learner_until = head, lease + 1, now + rng.uniform(0.2, 2.0)
                 book.lease(lease, held)
                 for ordinal in held:

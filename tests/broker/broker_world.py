@@ -10,7 +10,7 @@ import msgspec
 
 from sao import _core
 from sao.broker.broker import Broker
-from sao.broker.outbox import Address, Outbox
+from sao.broker.outbox import Outbox
 from sao.broker.persistence import Persistence
 from sao.config import Config, parse
 from sao.trajectory import SegmentBuilder, Termination, Trajectory, encode_frames
@@ -85,14 +85,16 @@ class World:
         if resumed is not None:
             self.ledger.rewind(resumed)
         self.outbox = Outbox(self.push, self.answer_take)
-        self.broker = Broker(self.config, Persistence(self.ledger), self.outbox, self.now, resumed)
+        persistence = Persistence(self.ledger)
+        persistence.resumed = resumed
+        self.broker = Broker(self.config, persistence, self.outbox, self.now)
 
     # what carries the outbox's messages
 
-    def push(self, to: Address, message: m.Message) -> None:
+    def push(self, role: str, name: str, message: m.Message) -> None:
         """Notes a push; one to a role without a name is to each of its peers."""
-        names = [to.name or to.role]
-        if to.role == "generator" and to.name is None:
+        names = [name or role]
+        if role == "generator" and not name:
             names = list(self.broker.scheduler.generators)
         for name in names:
             self.pushes.append((name, message))

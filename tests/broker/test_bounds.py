@@ -32,7 +32,7 @@ def test_larger_rollouts_than_ever_seen_wait_and_are_not_lost() -> None:
     assert 8 < n < 32  # room in bytes for the expected size
     for _ in range(n):
         assert world.answer("g0", world.pop("g0"), n_sampled=800) == ""  # 7 KB each
-    snapshot_waiting = world.broker.store.n_waiting
+    snapshot_waiting = len(world.broker.store.waiting)
     assert snapshot_waiting > 0
     assert world.broker.scheduler.permits() == 0
     seen: list[int] = []
@@ -58,11 +58,11 @@ def test_what_waits_for_room_grows_old_like_the_rest() -> None:
     world.join("g0", 6)
     for _ in range(6):
         assert world.answer("g0", world.pop("g0"), n_sampled=1500) == ""  # 13.6 KB each: four fit
-    assert world.broker.store.n_waiting == 2
+    assert len(world.broker.store.waiting) == 2
     for version in range(1, 4):  # none of it is taken
         world.broker._publish(m.WeightsRef(version, f"/w/{version}", f"f{version}"))
     world.broker.tick(world.now)
-    assert world.broker.store.n_waiting == world.ledger.counts()["ready"] == 0
+    assert len(world.broker.store.waiting) == world.ledger.counts()["ready"] == 0
     assert world.ledger.tokens()["dropped"] == {"stale": 9000}
     world.ledger.check()
 
@@ -102,6 +102,14 @@ def test_end_of_the_run_closes_the_ledger() -> None:
     world.take()
     assert world.stopped_takes[-1] == "all steps done"
     assert world.pushed(m.Stop, "g0")
+
+
+def test_the_first_reason_ends_the_run() -> None:
+    world = World()
+    world.broker.finish("one", ok=False)
+    world.broker.finish("two", ok=True)
+    (done,) = world.pushed(m.Done)
+    assert (done.reason, done.failed, world.broker.run.ending) == ("one", True, "one")
 
 
 def test_interrupted_tasks_stay_for_the_next_run(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_held_out_tasks_go_first_and_leave_ledger_and_buffer_alone() -> None:
     assert world.ledger.next_ordinal == 1
     run_evals(world)
     assert world.ledger.tokens()["sampled"] == 0
-    assert world.broker.store.stats()["received"] == 0
+    assert world.broker.store.buffer.stats()["received"] == 0
 
 
 def test_failures_are_counted_and_enter_no_mean() -> None:

@@ -110,7 +110,7 @@ def test_a_member_that_fails_for_good_ends_its_group_in_every_state() -> None:
     assert tokens["held"] == 0 and world.broker.book.dropped["group_incomplete"] == 3
     assert world.pushed(m.CancelTask, "g0") == [m.CancelTask(running.ordinal, 0)]
     assert world.answer("g0", running) == "late"
-    assert counts["dropped"] == 4 and world.broker.store.stats()["trajectories"] == 0
+    assert counts["dropped"] == 4 and world.broker.store.buffer.stats()["trajectories"] == 0
     world.ledger.check()
     world.slots("g0", 4)
     world.take()
@@ -216,5 +216,5 @@ def test_nothing_but_whole_groups_is_ever_trained(seed: int, order: str) -> None
     assert len(trained) == len(set(trained)) == 160
     groups = [ordinal // size for ordinal in trained]
     assert all(groups.count(group) == size for group in groups)
-    assert world.broker.store.stats()["trajectories"] == 0 and not world.broker.book.live
+    assert world.broker.store.buffer.stats()["trajectories"] == 0 and not world.broker.book.live
     world.ledger.check()

@@ -1,4 +1,4 @@
-"""Small owners alone: the ready store, the versions, the evaluation rounds, the run, the step meter."""
+"""Small owners alone: the ready store, the versions, the evaluation rounds, the step meter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from broker.broker_world import config, trajectory
 
 from sao.broker.evaluation import MAX_ATTEMPTS, Evaluation
 from sao.broker.metrics import GapAlarm, StepMeter
-from sao.broker.run import Run
 from sao.broker.store import ReadyStore
 from sao.broker.versions import KNOWN_FINGERPRINTS, Versions
 from sao.errors import TransportError, ValidationError
@@ -27,24 +26,24 @@ def test_the_store_keeps_room_for_what_runs_and_lets_wait_what_does_not_fit() ->
     assert store.room(leased=0, ready=0, running=0) == 3 and store.room(0, 0, 1) == 2
     for ordinal in range(4):
         put(store, ordinal)
-    assert store.n_waiting == 1 and store.room(0, 4, 0) == 0
-    assert store.take_tasks([3]) == []
-    (ordinal, lease), *_ = store.take(2)
-    assert ordinal == 0 and not store.refill()  # what is leased takes room, too
+    assert len(store.waiting) == 1 and store.room(0, 4, 0) == 0
+    assert store.take([3]) == []
+    lease, _ = store.take(2)
+    assert lease.task == 0 and not store.refill()  # what is leased takes room, too
     lease.commit()
-    assert store.refill() and store.n_waiting == 0
-    assert [ordinal for ordinal, _ in store.take_tasks([3, 2])] == [3, 2]
+    assert store.refill() and len(store.waiting) == 0
+    assert [lease.task for lease in store.take([3, 2])] == [3, 2]
 
 
 def test_the_store_drops_what_is_too_old_and_what_is_not_wanted() -> None:
     store = ReadyStore(2, 1 << 16, 1000)
     for ordinal, version in ((0, 0), (1, 2), (2, 2)):
         put(store, ordinal, version)
-    assert store.keep_from(2, None) == [] and store.keep_from(2, 1) == [0]
+    assert store.buffer.advance(2, None) == [] and store.buffer.advance(2, 1) == [0]
     store.discard(2)  # waits for room
-    assert store.n_waiting == 0
+    assert len(store.waiting) == 0
     store.discard(1)
-    assert store.stats()["trajectories"] == 0
+    assert store.buffer.stats()["trajectories"] == 0
 
 
 def weights(version: int) -> WeightsRef:
@@ -92,19 +91,6 @@ def test_a_round_is_played_once_and_a_lost_episode_again() -> None:
     later = Evaluation(config(eval={"every_steps": 2, "episodes": 2}))
     later.restore(rounds.note(), 0.0)
     assert later.current and (later.current.step, later.current.first) == (2, 4)
-
-
-def test_the_first_reason_ends_the_run_and_failures_count_in_a_row() -> None:
-    run = Run(config(run={"max_failures_in_a_row": 2}))
-    assert run.failed("down", "x") == "" and run.over == ""
-    assert run.failed("down", "x") == "2 rollouts in a row failed in environment scripted: down: x"
-    run.end("one")
-    run.end("two")
-    assert run.over == "one"
-    later = Run(config(), resumed=3)
-    assert later.awaiting and later.step == 3
-    later.restore(msgspec.to_builtins(run.note()))
-    assert (later.ending, later.step, later.awaiting) == ("one", 0, False)
 
 
 def test_the_meter_counts_between_steps() -> None:

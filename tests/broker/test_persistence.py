@@ -9,7 +9,9 @@ from tests.broker.broker_world import config
 
 from sao._core import Ledger, ledger_history
 from sao.broker.persistence import Persistence
+from sao.broker.tasks import TaskBook
 from sao.errors import LedgerError
+from sao.transport.messages import KeptTurn
 
 
 def steps(ledger: Ledger, first: int, last: int) -> None:
@@ -102,7 +104,7 @@ def test_a_journal_that_nobody_goes_on_from_is_one_short_segment(tmp_path):
     ledger = persistence.ledger
     ledger.generating(0, ledger.issue(0))
     ledger.ready(0, 0, 3)
-    persistence.trajectory(0, [b"header", bytes(100_000)])
+    ledger.trajectory(0, [b"header", bytes(100_000)])
     persistence.commit({"line": 0})
     ledger.drop(0, 0, "run_ended")
     persistence.commit({"line": 0})
@@ -113,17 +115,16 @@ def test_a_journal_that_nobody_goes_on_from_is_one_short_segment(tmp_path):
 
 def test_without_durability_only_the_ledger_is_written(tmp_path):
     persistence = opened(tmp_path, 0, "off")
-    ledger = persistence.ledger
-    ledger.generating(0, ledger.issue(0))
-    persistence.turn(0, 0, 4, 0, b"header", bytes(100_000))
-    assert persistence.prefix_tokens(0) == 4  # the broker itself can still hand them out
-    ledger.ready(0, 0, 8)
-    persistence.trajectory(0, [b"header", bytes(100_000)])
+    book, frames = TaskBook(persistence), (b"header", bytes(100_000))
+    task = book.start("g0", 0.0)
+    book.turn(KeptTurn(0, 0, 0, 4, 0, frames=frames))
+    assert task.turn_tokens == 4  # the broker itself can still hand them out
+    book.ready(task, {"n_tokens": 9, "n_actions": 8, "min_version": 0, "max_version": 0}, frames, 0.0)
     persistence.commit({"line": 0})
     persistence.close()
     assert sum(path.stat().st_size for path in (tmp_path / "journal").iterdir()) < 1000
     again = opened(tmp_path, 0, "off")
-    assert not again.found.goes_on and not again.found.trajectories and again.ledger.state(0) == "ready"
+    assert not again.note and again.ledger.state(0) == "ready" and not TaskBook(again).restored
     again.close()
 
 
@@ -135,8 +136,8 @@ def test_a_step_is_taken_back_once_in_a_line(tmp_path):
     settings = config()
     for line, taken_back, goes_on in ((1, [4, 3], False), (1, [], True), (2, [5], False)):
         persistence = Persistence.open(settings, tmp_path, 2, line)
-        assert [step["step"] for step in persistence.found.taken_back] == taken_back
-        assert persistence.found.goes_on is goes_on
+        assert [step["step"] for step in persistence.taken_back] == taken_back
+        assert bool(persistence.note) is goes_on
         if goes_on:
             _again(persistence.ledger, 5)
         persistence.commit({"line": line})

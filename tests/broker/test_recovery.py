@@ -63,14 +63,15 @@ def test_ready_leased_and_running_outlive_the_broker(lives):
     lives.commit_turn()
     lives.again()
     book = lives.broker.book
-    assert (book.n_ready, book.n_leased, len(book.running)) == (1, 4, 3)
+    counts = book.ledger.counts()
+    assert (counts["ready"], counts["leased"], len(book.running)) == (1, 4, 3)
     assert lives.give("g0", started[0]) == "duplicate"  # its answer was lost, the generator asks again
     lives.broker.scheduler.joined("g0")
     held = (*((ordinal, 0) for ordinal in started[5:7]), (99, 0))
     lives.broker.generator_joined("g0", m.Hello("generator", "g0", 1, "", tasks=held), 1.0)
     assert lives.pushed(m.CancelTask, "g0") == [m.CancelTask(99, 0)]
     assert (
-        sorted(book.running) == started[5:7] and book.n_queued == 1
+        sorted(book.running) == started[5:7] and len(book.queue) == 1
     )  # the push of the last one was lost with the broker
     lives.step(lease, 1, 4 * 5)
     lives.commit_turn()
@@ -108,7 +109,7 @@ def test_a_damaged_record_is_named_and_its_task_is_played_again(lives, tmp_path)
     lives.again()
     texts = [body.text for body in lives.pushed(m.Event)]
     assert any(f"{path} byte" in text and "is damaged" in text for text in texts)
-    assert lives.broker.book.n_ready == 2 and lives.broker.book.n_queued == 1
+    assert lives.ledger.counts()["ready"] == 2 and len(lives.broker.book.queue) == 1
     lives.ledger.check()
     assert lives.ledger.tokens()["dropped"] == {"log_damaged": 5}
 
@@ -119,7 +120,7 @@ def test_a_turn_of_the_loop_that_was_not_committed_is_gone_as_a_whole(lives):
     ordinal = lives.tasks["g0"][0].ordinal
     lives.give("g0", ordinal)
     lives.again()  # its frames are in the journal, what made them count is not
-    assert lives.ledger.state(ordinal) == "generating" and not lives.persistence.found.trajectories
+    assert lives.ledger.state(ordinal) == "generating"
     assert lives.give("g0", ordinal) == ""  # nothing was acknowledged, the generator sends it again
     lives.commit_turn()
     lives.again()
@@ -143,7 +144,7 @@ def test_answers_stay_known_after_two_kills(lives):
 
 
 def turn(lives: Lives, task: m.TaskEntry, part: int) -> None:
-    lives.broker.book.turn(task.ordinal, task.attempt, part, 4, 0, b"h%d" % part, b"p" * 10)
+    lives.broker.book.turn(m.KeptTurn(task.ordinal, task.attempt, part, 4, 0, frames=(b"h%d" % part, b"p" * 10)))
 
 
 def test_a_lost_rollout_goes_on_after_its_turns_also_when_the_broker_dies_too(lives):
@@ -159,12 +160,12 @@ def test_a_lost_rollout_goes_on_after_its_turns_also_when_the_broker_dies_too(li
     (again,) = lives.tasks["g1"]
     assert again == replace(task, attempt=1, turns=2) and lives.frames_sent[-1] == (b"h0", b"p" * 10, b"h1", b"p" * 10)
     turn(lives, again, 2)
-    assert lives.broker.book.persistence.prefix_tokens(task.ordinal) == 12
+    assert lives.broker.book.live[task.ordinal].turn_tokens == 12
     lives.broker.book.diverged(again.ordinal, again.attempt)
     assert lives.ledger.tokens()["dropped"] == {"generator_lost": 0, "diverged": 12}
     lives.commit_turn()
     lives.again()
-    assert not lives.broker.book.persistence.prefixes
+    assert not lives.broker.book.turn_bytes
     lives.ledger.check()
 
 
@@ -177,7 +178,7 @@ def test_turns_whose_tokens_were_dropped_stay_dropped_when_the_broker_dies(lives
     assert lives.broker.book.again(lives.broker.book.live[task.ordinal], "deadline")
     lives.commit_turn()
     lives.again()
-    assert not lives.broker.book.persistence.prefixes and lives.ledger.tokens()["dropped"] == {"deadline": 8}
+    assert not lives.broker.book.turn_bytes and lives.ledger.tokens()["dropped"] == {"deadline": 8}
     lives.join("g1", 1)
     (again,) = lives.tasks["g1"]
     assert again == replace(task, attempt=1)
@@ -186,7 +187,7 @@ def test_turns_whose_tokens_were_dropped_stay_dropped_when_the_broker_dies(lives
     lives.broker.book.requeue(lives.broker.book.live[task.ordinal], "rewound")  # as when steps are lost
     lives.commit_turn()
     lives.again()
-    assert not lives.broker.book.persistence.prefixes
+    assert not lives.broker.book.turn_bytes
     lives.ledger.check()
 
 
@@ -203,15 +204,16 @@ def test_many_turns_go_out_in_several_messages(lives, monkeypatch):
 
 
 def test_turns_are_bounded_in_bytes(lives):
-    lives.persistence._prefix_limit = 30
+    lives.persistence.prefix_bytes = 30
     lives.join("g0", 3)
     first, second, _ = lives.tasks["g0"]
+    book = lives.broker.book
     turn(lives, first, 0)
     turn(lives, second, 0)
     turn(lives, first, 1)  # no room: this rollout would begin anew
-    assert set(lives.persistence.prefixes) == {second.ordinal} and lives.persistence.prefix_bytes == 12
+    assert not book.live[first.ordinal].turns and book.live[second.ordinal].turns and book.turn_bytes == 12
     lives.give("g0", second.ordinal)
-    assert not lives.persistence.prefixes and lives.persistence.prefix_bytes == 0
+    assert book.turn_bytes == 0
 
 
 def test_the_journal_of_a_long_run_stays_small_and_answers_stay_known(tmp_path):
@@ -238,11 +240,11 @@ def test_turns_of_a_rollout_that_was_begun_anew_do_not_come_back_behind_new_ones
     for part in (0, 1, 2):
         turn(lives, task, part)
     turn(lives, other, 0)  # lives in the same segment, which therefore stays
-    lost = lives.persistence.prefix_tokens(task.ordinal)
+    lost = lives.broker.book.live[task.ordinal].turn_tokens
     lives.broker.book.diverged(task.ordinal, task.attempt)
-    lives.broker.book.turn(task.ordinal, task.attempt, 0, 5, 0, b"other", b"q" * 10)
+    lives.broker.book.turn(m.KeptTurn(task.ordinal, task.attempt, 0, 5, 0, frames=(b"other", b"q" * 10)))
     lives.commit_turn()
     lives.again()
-    prefix = lives.broker.book.persistence.prefixes[task.ordinal]
-    assert (prefix.turns, prefix.n_tokens) == ([(b"other", b"q" * 10)], 5)
+    kept = lives.broker.book.live[task.ordinal]
+    assert (kept.turns, kept.turn_tokens) == ([(b"other", b"q" * 10)], 5)
     assert lives.ledger.tokens()["sampled"] == lives.ledger.tokens()["dropped"]["diverged"] == lost

@@ -13,7 +13,7 @@ from sao import _core
 from sao.broker.evaluation import Evaluation
 from sao.broker.leases import STARVING_S, LeaseTable
 from sao.broker.metrics import StepMeter
-from sao.broker.outbox import Address, Outbox
+from sao.broker.outbox import Outbox
 from sao.broker.persistence import Persistence
 from sao.broker.run import Run
 from sao.broker.scheduler import Generator, Scheduler
@@ -30,9 +30,11 @@ class Owners:
 
     def __init__(self, **sections: dict[str, Any]) -> None:
         self.sent: list[tuple[Hashable, m.Message]] = []
-        outbox = Outbox(lambda to, message: self.sent.append((to, message)), lambda *pair: self.sent.append(pair))
+        outbox = Outbox(
+            lambda _, name, message: self.sent.append((name, message)), lambda *pair: self.sent.append(pair)
+        )
         self.config = config(**sections)
-        self.run, self.book = Run(self.config), TaskBook(Persistence(_core.Ledger()))
+        self.run, self.book = Run(), TaskBook(Persistence(_core.Ledger()))
         self.store, self.versions = ReadyStore(100, 1 << 20, 1000), Versions(self.config.staleness)
         shared = self.config, self.run, self.book, self.store, self.versions
         self.scheduler = Scheduler(*shared, Evaluation(self.config), outbox)
@@ -40,8 +42,7 @@ class Owners:
 
     def tasks(self, name: str) -> list[int]:
         """Ordinals of all tasks that were sent to a generator."""
-        to = Address("generator", name)
-        return [task.ordinal for who, x in self.sent if who == to and isinstance(x, m.Tasks) for task in x.tasks]
+        return [task.ordinal for who, x in self.sent if who == name and isinstance(x, m.Tasks) for task in x.tasks]
 
     def finish(self, *ordinals: int) -> None:
         """Running tasks become ready."""
@@ -65,7 +66,7 @@ def test_tasks_go_where_most_slots_are_free_and_no_further_than_the_permits() ->
     scheduler.slots("g1", 5, 5)
     scheduler.dispatch(0.0)
     assert len(owners.tasks("g1")) == 6 and scheduler.permits() == 0  # (max_lag + 1) * batch = 8 run
-    owners.run.end("over")
+    owners.run.ending = "over"
     assert scheduler.permits() == 0
 
 
@@ -84,7 +85,7 @@ def test_rollouts_of_an_earlier_broker_wait_for_their_generators() -> None:
     scheduler.restore({"floor": 0, "generators": ["g0", "g1"]}, 10.0)
     scheduler.joined("g0")
     scheduler.claim("g0", [(0, 0), (7, 0)])
-    assert owners.sent == [(Address("generator", "g0"), m.CancelTask(7, 0))]
+    assert owners.sent == [("g0", m.CancelTask(7, 0))]
     assert scheduler.orphans(11.0) == [] and scheduler.missing == {"g1"}
     scheduler.left("g1")
     assert [task.ordinal for task in scheduler.orphans(11.0)] == [1, 2]
@@ -106,7 +107,7 @@ def test_a_take_is_answered_when_all_are_there_and_its_lease_is_trained_once() -
     leases.serve(2.0)
     ((key, batch),) = owners.sent
     assert key == "a" and isinstance(batch, m.Batch) and (batch.lease, batch.ordinals) == (1, (2, 0, 3, 1))
-    assert leases.of("a") == [1] and leases.n_held == BATCH
+    assert leases.of("a") == [1] and owners.book.ledger.counts()["leased"] == BATCH
     leases.give_back(1)
     leases.ask("b", BATCH, 3.0)
     leases.serve(3.0)
@@ -122,7 +123,7 @@ def test_a_take_is_answered_when_all_are_there_and_its_lease_is_trained_once() -
 def test_the_end_answers_what_waits() -> None:
     owners = Owners()
     owners.leases.ask("a", BATCH, 0.0)
-    owners.run.end("all steps done")
+    owners.run.ending = "all steps done"
     owners.leases.refuse("all steps done")
     owners.leases.ask("b", BATCH, 0.0)
     assert owners.sent == [("a", m.Stop("all steps done")), ("b", m.Stop("all steps done"))]

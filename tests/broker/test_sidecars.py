@@ -34,7 +34,7 @@ def test_sidecars_are_handed_to_the_learner_and_count_as_bytes():
     world.join("g0", 8)
     world.answer_all("g0", sidecars=SIDECARS)
     size = sum(array.nbytes for array in SIDECARS.values())
-    assert world.broker.store.stats()["bytes"] > 8 * size and world.broker.store.largest_bytes > size
+    assert world.broker.store.buffer.stats()["bytes"] > 8 * size and world.broker.store.largest_bytes > size
     world.take()
     unharmed(world.frames[-1])
     world.ledger.check()

@@ -8,6 +8,7 @@ from sao import _core
 from sao.broker.persistence import Persistence
 from sao.broker.tasks import MAX_ATTEMPTS, TaskBook, TrainingTask
 from sao.errors import LedgerError
+from sao.transport.messages import KeptTurn
 
 
 def metadata(tokens: int = 5, version: int = 0) -> dict[str, int]:
@@ -24,7 +25,8 @@ def finish(book: TaskBook, task: TrainingTask, now: float = 0.0, **more: int) ->
 
 def where(book: TaskBook) -> tuple[int, int, int, int]:
     """Queued, running, ready, leased; always all that live."""
-    found = book.n_queued, len(book.running), book.n_ready, book.n_leased
+    counts = book.ledger.counts()
+    found = len(book.queue), len(book.running), counts["ready"], counts["leased"]
     assert sum(found) == len(book.live)
     return found
 
@@ -71,13 +73,15 @@ def test_the_last_attempt_is_not_started_again() -> None:
 def test_turns_go_on_with_the_next_attempt_unless_it_begins_anew() -> None:
     b = book()
     task = b.start("g0", 0.0)
-    b.turn(0, 0, 0, 4, 1, b"h", b"p")
-    b.turn(0, 1, 1, 4, 1, b"late", b"")  # of another attempt
-    assert b.turns(0) == [(b"h", b"p")]
-    assert b.again(task, "generator_lost", goes_on=True) and b.turns(0) == [(b"h", b"p")]
+    b.turn(KeptTurn(0, 0, 0, 4, 1, frames=(b"h", b"p")))
+    b.turn(KeptTurn(0, 1, 1, 4, 1, frames=(b"late", b"")))  # of another attempt
+    assert task.turns == [(b"h", b"p")]
+    assert b.again(task, "generator_lost", goes_on=True) and task.turns == [(b"h", b"p")]
     b.start("g1", 0.0)
     b.diverged(0, 1)
-    assert b.turns(0) == [] and b.ledger.tokens()["dropped"] == {"generator_lost": 0, "diverged": 4}
+    assert (
+        task.turns == [] and b.turn_bytes == 0 and b.ledger.tokens()["dropped"] == {"generator_lost": 0, "diverged": 4}
+    )
     b.ledger.check()
 
 
@@ -96,9 +100,9 @@ def test_rewind_takes_back_what_is_newer_or_too_far_ahead() -> None:
     finish(b, tasks[0])
     finish(b, tasks[1], version=2)
     finish(b, tasks[3])
-    b.turn(2, 0, 0, 6, 2, b"h", b"p")
+    b.turn(KeptTurn(2, 0, 0, 6, 2, frames=(b"h", b"p")))
     assert b.rewind(version=1, capacity=3) == [1, 3]
-    assert where(b) == (2, 1, 1, 0) and b.turns(2) == []
+    assert where(b) == (2, 1, 1, 0) and tasks[2].turns == []
     assert b.ledger.tokens()["dropped"] == {"rewound": 5 + 5 + 6}
 
 
@@ -107,7 +111,7 @@ def test_groups_are_complete_in_order_and_broken_ones_are_found() -> None:
     tasks = [b.start("g0", 0.0) for _ in range(6)]
     for now, ordinal in enumerate((3, 2, 0, 1, 4)):
         finish(b, tasks[ordinal], float(now))
-    assert b.whole_groups(4) == [2, 3, 0, 1] and b.whole_groups(6) is None
+    assert b.whole_groups(4) == [2, 3, 0, 1] and b.whole_groups(6) == []
     assert [task.ordinal for task in b.group(5)] == [4, 5]
     b.drop(tasks[5], "failed")
     assert [task.ordinal for task in b.broken_groups()] == [4]

@@ -20,8 +20,8 @@ from sao import _core
 from sao.broker.evaluation import Evaluation
 from sao.broker.leases import LeaseTable
 from sao.broker.metrics import GapAlarm, StepMeter
-from sao.broker.outbox import GENERATORS, LEARNER, SUPERVISOR, Outbox
-from sao.broker.persistence import Found, Persistence
+from sao.broker.outbox import Outbox
+from sao.broker.persistence import Persistence
 from sao.broker.report import Report
 from sao.broker.run import Run
 from sao.broker.scheduler import Scheduler
@@ -39,19 +39,14 @@ STALLS_SHOWN: Final = 8  # of everything that the run waits for, in an event
 
 class Broker:
     """The state machine of a run. Raises `sao` errors for wrong requests; a `LedgerError` means that the state itself
-    is wrong. `resumed`: the step from which a run is resumed; nothing is handed out before the learner continues there.
+    is wrong.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        persistence: Persistence,
-        outbox: Outbox,
-        now: float,
-        resumed: int | None = None,
-    ) -> None:
+    def __init__(self, config: Config, persistence: Persistence, outbox: Outbox, now: float) -> None:
+        """Goes on where an earlier broker was."""
         self.config, self.outbox = config, outbox
-        self.run = Run(config, resumed)
+        note, resumed = persistence.note, persistence.resumed
+        self.run = msgspec.convert(note["run"], Run) if note else Run(resumed or 0, resumed is not None)
         self.book = TaskBook(persistence, config.algorithm.group_size)
         self.store = ReadyStore(
             config.buffer.max_trajectories, config.buffer.max_bytes, 9 * config.sampling.context_tokens + 4096
@@ -62,9 +57,9 @@ class Broker:
         shared = config, self.run, self.book, self.store, self.versions
         self.scheduler = Scheduler(*shared, self.evaluation, outbox)
         self.leases = LeaseTable(*shared, self.meter, outbox)
-        self.report = Report(*shared, self.scheduler, self.leases, self.evaluation, self.meter)
+        self.report = Report(self.scheduler, self.leases)
         self._gap_alarm = GapAlarm(config.logprob_gap_limit)
-        self._restore(persistence.found, now)
+        self._restore(persistence, now)
 
     # -- issued, generating
 
@@ -88,15 +83,15 @@ class Broker:
     def loaded(self, name: str, message: m.Loaded, now: float) -> None:
         """A generator says which weights it serves. Raises `TransportError` when they are not those of that version."""
         try:
-            self.scheduler.loaded(name, message.version, message.fingerprint)
+            self.versions.verify(message.version, message.fingerprint)
         except TransportError as error:
             self.outbox.event("error", f"generator {name}: {error}")
             raise
+        self.scheduler.generators[name].loaded = message.version
 
     def turn(self, name: str, message: m.KeptTurn, now: float) -> None:
         """A turn of a rollout in flight, so that another generator can go on after it."""
-        of = message.ordinal, message.attempt, message.part
-        self.book.turn(*of, message.tokens, message.version, *message.frames)
+        self.book.turn(message)
 
     def diverged(self, name: str, message: m.Diverged, now: float) -> None:
         """A rollout could not go on after its turns and was begun anew."""
@@ -187,7 +182,7 @@ class Broker:
         `ValidationError`.
         """
         self.leases.ask(key, n, now)
-        if not self.run.over:
+        if not self.run.ending:
             self._give_back(self.leases.of(None, key))  # the answer was lost with a broker or a connection
             self.progress(now)
 
@@ -200,7 +195,7 @@ class Broker:
         """The learner is gone: what it held is given back, in the old order; at `back_by` if it may be back before."""
         self.leases.takes.clear()
         self.leases.back_by = back_by
-        what = f"{self.leases.n_held} leased trajectories given back"
+        what = f"{self.book.ledger.counts()['leased']} leased trajectories given back"
         if back_by is not None:
             what = f"what it holds is kept for it for {back_by - now:.0f} s"
         if not self.run.ending:
@@ -224,14 +219,13 @@ class Broker:
         if step <= self.run.step:
             raise ValidationError(f"commit.step: {step} must be above the last step {self.run.step}")
         self.versions.check(weights)
-        for task in self.leases.trained(lease, step, message.trained_tokens, message.masked_tokens):
-            self.meter.ended(task.n_tokens, True)
+        self.leases.trained(lease, step, message.trained_tokens, message.masked_tokens)
         self.run.step = step
         if weights is not None:
             self._publish(weights)
         self.book.settle()
         self.run.shown = m.StepReport(step, {**message.metrics, **self.report.step_metrics(now)})
-        self.outbox.push(SUPERVISOR, self.run.shown)
+        self.outbox.push("supervisor", "", self.run.shown)
         if alarm := self._gap_alarm.check(message.metrics):
             self.outbox.event("warning", f"step {step}: {alarm}")
         last = "all steps done" if step >= self.config.run.steps else message.done
@@ -293,7 +287,7 @@ class Broker:
 
     def _drop_too_old(self) -> None:
         """Ready rollouts that became too old for the versions there are now are dropped, where that is configured."""
-        for ordinal in self.store.keep_from(self.versions.current, self.versions.oldest_kept):
+        for ordinal in self.store.buffer.advance(self.versions.current, self.versions.oldest_kept):
             self._drop_stale(self.book.live[ordinal])
 
     def _fault(self, name: str, metadata: dict[str, Any], frames: Sequence[m.Buffer]) -> str:
@@ -309,8 +303,10 @@ class Broker:
 
     def _failed(self, name: str, reason: str, detail: str) -> None:
         log.info("generator %s: rollout failed: %s: %s", name, reason, detail[:500])
-        if end := self.run.failed(reason, detail[:500]):
-            self.finish(end, ok=False)
+        self.run.failures_in_a_row += 1
+        if self.run.failures_in_a_row >= self.config.run.max_failures_in_a_row:
+            text = f"{self.run.failures_in_a_row} rollouts in a row failed in environment {self.config.env.name}"
+            self.finish(f"{text}: {reason}: {detail[:500]}", ok=False)
 
     def _give_back(self, leases: Iterable[int]) -> None:
         """Leases come back unused, the newest first, so that the order of completion stays."""
@@ -323,7 +319,7 @@ class Broker:
     def _publish(self, weights: m.WeightsRef) -> None:
         """A new version: the clock advances, all generators get it, rollouts that are too old now are dropped."""
         self.versions.publish(weights)
-        self.outbox.push(GENERATORS, m.NewWeights(weights))
+        self.outbox.push("generator", "", m.NewWeights(weights))
         self._drop_too_old()
 
     # -- evaluation
@@ -356,7 +352,7 @@ class Broker:
             self._drop_too_old()  # versions may have advanced while these waited
         self.leases.serve(now)
         while (result := self.evaluation.finish(now)) is not None:
-            self.outbox.push(SUPERVISOR, result)
+            self.outbox.push("supervisor", "", result)
             if self.run.step > 0 and (reached := self.evaluation.target_reached(result)):
                 self._end(reached)
         if self.run.ending and not self.evaluation.busy and not self.leases.open:
@@ -390,13 +386,13 @@ class Broker:
     def close(self, done: m.Done) -> None:
         """The run is over: everyone gets to know."""
         self.run.done = done
-        self.outbox.push(SUPERVISOR, done)
-        for address in (LEARNER, GENERATORS):
-            self.outbox.push(address, m.Stop(done.reason))
+        self.outbox.push("supervisor", "", done)
+        for role in ("learner", "generator"):
+            self.outbox.push(role, "", m.Stop(done.reason))
 
     def _end(self, reason: str) -> None:
         """No more training tasks and batches; the run is over when the held-out rounds are."""
-        self.run.end(reason)
+        self.run.ending = self.run.ending or reason  # the first counts
         self.leases.refuse(self.run.ending)
 
     # -- an earlier broker, an earlier step
@@ -410,43 +406,43 @@ class Broker:
         return m.Welcome(self.versions.current, self.versions.weights, self.run.step)
 
     def note(self) -> dict[str, Any]:
-        """What a later broker needs to know beside ledger and frames, as plain values."""
-        note: dict[str, Any] = {}
-        for owner in (self.run, self.versions, self.scheduler, self.leases, self.evaluation):
+        """What a later broker needs to know beside ledger and frames."""
+        note: dict[str, Any] = {"run": self.run}
+        for owner in (self.versions, self.scheduler, self.leases, self.evaluation):
             note |= owner.note()
-        plain: dict[str, Any] = msgspec.to_builtins(note)
-        return plain
+        return note
 
-    def _restore(self, found: Found, now: float) -> None:
+    def _restore(self, persistence: Persistence, now: float) -> None:
         """Goes on where an earlier broker was; what is damaged is an event, and its tasks are started again."""
-        for text in found.damage:
+        for text in persistence.ledger.damage:
             self.outbox.event("warning", f"{text}; what it was about is done again")
-        if found.goes_on:
-            self._take_over(found.note, now)
-        leased = {ordinal for _, ordinals in self.book.ledger.leases() for ordinal in ordinals}
-        for wanted in (True, False):  # what is leased must be in the buffer, what is ready may wait for room
-            for ordinal, frames in found.trajectories.items():
-                if (ordinal in leased) == wanted:
-                    self.store.put(ordinal, frames, self.book.live[ordinal].min_version)
-                    self.book.live[ordinal].finished = now
-            if wanted:
+        if persistence.note:
+            self._take_over(persistence.note, now)
+        found, self.book.restored = self.book.restored, {}
+        for state in ("leased", "ready"):  # what is leased must be in the buffer, what is ready may wait for room
+            for ordinal, frames in found.items():
+                task = self.book.live[ordinal]
+                if task.state == state:
+                    self.store.put(ordinal, frames, task.min_version)
+                    task.finished = now
+            if state == "leased":
                 self.leases.reopen()
-        if found.goes_on:
-            ready, running, leased_now = self.book.n_ready, len(self.book.running), self.leases.n_held
-            where = f"step {self.run.step}, version {self.versions.current}"
-            text = f"broker: goes on after {where}: {ready} ready, {leased_now} leased, {running} running"
-            self.outbox.event("warning", text)
-        found.trajectories = {}
+        if persistence.note:
+            counts, where = self.book.ledger.counts(), f"step {self.run.step}, version {self.versions.current}"
+            there = f"{counts['ready']} ready, {counts['leased']} leased, {len(self.book.running)} running"
+            self.outbox.event("warning", f"broker: goes on after {where}: {there}")
+        if back := persistence.taken_back:
+            steps, count = f"{back[-1]['step']} to {back[0]['step']}", sum(len(step["tasks"]) for step in back)
+            self.outbox.event("warning", f"steps {steps} are lost; their {count} tasks are played again")
         for task in self.book.broken_groups():
             self.book.drop(task, INCOMPLETE)
 
     def _take_over(self, note: dict[str, Any], now: float) -> None:
-        self.run.restore(note)
         self.versions.restore(note)
         self.scheduler.restore(note, now)
         self.leases.restore(note, now)
         if self.run.shown:  # the broker before this one may have been killed before it could
-            self.outbox.push(SUPERVISOR, self.run.shown)
+            self.outbox.push("supervisor", "", self.run.shown)
         if self.run.done is None:
             self.evaluation.restore(note, now)
 

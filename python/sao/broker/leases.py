@@ -11,7 +11,7 @@ from sao.broker.metrics import StepMeter
 from sao.broker.outbox import Outbox
 from sao.broker.run import Run
 from sao.broker.store import ReadyStore
-from sao.broker.tasks import TaskBook, TrainingTask
+from sao.broker.tasks import TaskBook
 from sao.broker.versions import Versions
 from sao.config import Config
 from sao.errors import TransportError, ValidationError
@@ -35,13 +35,9 @@ class OpenLease:
     """Trajectories that are with the learner, by the `take` that asked for them (None: an earlier broker's)."""
 
     key: Hashable
-    held: list[tuple[int, Any]]
-    """Ordinal and the buffer's lease; None where the log has lost the trajectory and only the learner has it."""
-
-    @property
-    def ordinals(self) -> list[int]:
-        """Its tasks, in the order in which they went out."""
-        return [ordinal for ordinal, _ in self.held]
+    ordinals: list[int]
+    copies: list[Any]
+    """The buffer's leases of them, but for those that the log has lost: these only the learner has."""
 
 
 @dataclass(slots=True)
@@ -65,26 +61,21 @@ class LeaseTable:
     last_number: int = 0
     """Of the lease that was trained last."""
 
-    @property
-    def n_held(self) -> int:
-        """Trajectories in all open leases."""
-        return sum(len(lease.held) for lease in self.open.values())
-
     def ask(self, key: Hashable, n: int, now: float) -> None:
         """A `take` of `n` trajectories waits until there are as many. Raises `ValidationError`."""
         limit = self.config.learner.batch_trajectories
         if not 1 <= n <= limit or n % self.book.group_size:
             what = f"{n} is not in [1, learner.batch_trajectories = {limit}]"
             raise ValidationError(f"take.n: {what}, or no multiple of algorithm.group_size = {self.book.group_size}")
-        if self.run.over:
-            self.outbox.answer(key, Stop(self.run.over))
+        if self.run.ending:
+            self.outbox.answer(key, Stop(self.run.ending))
         else:
             self.takes.append(Take(key, n, now, now))
 
     def serve(self, now: float) -> None:
         """Answers the takes whose trajectories are ready, in the order in which they came."""
-        while self.takes and (held := self._ready(self.takes[0].n)):
-            self._lease(self.takes.popleft(), held, now)
+        while self.takes and (copies := self._ready(self.takes[0].n)):
+            self._lease(self.takes.popleft(), copies, now)
 
     def starving(self, now: float) -> bool:
         """Whether a take has waited for `STARVING_S`, and again after as long."""
@@ -111,11 +102,10 @@ class LeaseTable:
         """What the learner has not used is ready again; what the log has lost meanwhile is started again."""
         lease = self.open.pop(number)
         self.book.give_back(number, lease.ordinals)
-        for ordinal, held in lease.held:
-            if held is not None:
-                held.give_back()
-            else:
-                self.book.requeue(self.book.live[ordinal], "log_damaged")
+        for copy in lease.copies:
+            copy.give_back()
+        for ordinal in set(lease.ordinals).difference(copy.task for copy in lease.copies):
+            self.book.requeue(self.book.live[ordinal], "log_damaged")
 
     def committed(self, number: int, step: int) -> bool:
         """Whether this very commit was taken before, and its answer lost. Raises `TransportError` for a lease that is
@@ -127,18 +117,17 @@ class LeaseTable:
             raise TransportError(f"commit.lease: {number} is not open")
         return True
 
-    def trained(self, number: int, step: int, trained: int, masked: int) -> list[TrainingTask]:
-        """Step `step` has used an open lease; returns its tasks. Raises `LedgerError` when the numbers of tokens are
-        not those of the lease; nothing has changed then.
+    def trained(self, number: int, step: int, trained: int, masked: int) -> None:
+        """Step `step` has used an open lease. Raises `LedgerError` when the numbers of tokens are not those of the
+        lease; nothing has changed then.
         """
         lease = self.open[number]
-        tasks = self.book.trained(number, lease.ordinals, step, trained, masked)
+        for task in self.book.trained(number, lease.ordinals, step, trained, masked):
+            self.meter.ended(task.n_tokens, True)
         del self.open[number]
         self.last_number = number
-        for _, held in lease.held:
-            if held is not None:
-                held.commit()
-        return tasks
+        for copy in lease.copies:
+            copy.commit()
 
     def note(self) -> dict[str, Any]:
         """What `restore` needs beside the ledger's leases."""
@@ -152,38 +141,36 @@ class LeaseTable:
     def reopen(self) -> None:
         """Opens the ledger's leases, with those of their trajectories that are in the store."""
         for number, ordinals in self.book.ledger.leases():
-            there = {ordinal: held for o in ordinals for ordinal, held in self.store.take_tasks([o])}
-            self.open[number] = OpenLease(None, [(ordinal, there.get(ordinal)) for ordinal in ordinals])
+            copies = [copy for ordinal in ordinals for copy in self.store.take([ordinal])]
+            self.open[number] = OpenLease(None, ordinals, copies)
             self.next_number = max(self.next_number, number + 1)
 
-    def _ready(self, n: int) -> list[tuple[int, Any]]:
-        """`n` trajectories in order of completion, or in order of issue (`window`); empty while there are fewer.
+    def _ready(self, n: int) -> list[Any]:
+        """Copies of `n` trajectories in order of completion, or in order of issue (`window`); empty while there are
+        fewer.
 
         `window`: the `n` oldest tasks must all be ready. When a task is started at most (max_lag + 1) * batch - 1
         others are before it, so it is used in the (max_lag + 1)-th update from then at the latest: no token exceeds
         `max_lag`.
         """
         if self.config.staleness.order == "window":
-            return self.store.take_tasks(self.book.head(n) or [])
-        if self.book.group_size > 1:
-            return self.store.take_tasks(self.book.whole_groups(n) or [])
-        return self.store.take(n)
+            return self.store.take(self.book.head(n))
+        return self.store.take(n if self.book.group_size == 1 else self.book.whole_groups(n))
 
-    def _lease(self, take: Take, held: list[tuple[int, Any]], now: float) -> None:
-        number, lease = self.next_number, OpenLease(take.key, held)
-        tasks = self.book.lease(number, lease.ordinals)
-        self.open[number], self.next_number = lease, number + 1
+    def _lease(self, take: Take, copies: list[Any], now: float) -> None:
+        number, ordinals = self.next_number, [copy.task for copy in copies]
+        tasks = self.book.lease(number, ordinals)
+        self.open[number], self.next_number = OpenLease(take.key, ordinals, copies), number + 1
         for task in tasks:
             self.meter.taken(self.versions.current - task.min_version, now - task.finished)
         self.meter.wait_s += now - take.since
-        views = (memoryview(part) for _, copy in held for part in (copy.header, copy.payload, *copy.sidecars))
         batch = Batch(
             lease=number,
             version=self.versions.current,
-            ordinals=tuple(lease.ordinals),
+            ordinals=tuple(ordinals),
             attempts=tuple(task.attempt for task in tasks),
             step=self.run.step,
             ages_s=tuple(now - task.finished for task in tasks),
-            frames=tuple(views),
+            frames=tuple(memoryview(part) for copy in copies for part in (copy.header, copy.payload, *copy.sidecars)),
         )
         self.outbox.answer(take.key, batch)

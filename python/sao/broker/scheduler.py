@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from sao import _core
 from sao.broker.evaluation import Evaluation
-from sao.broker.outbox import Address, Outbox
+from sao.broker.outbox import Outbox
 from sao.broker.run import Run
 from sao.broker.store import ReadyStore
 from sao.broker.tasks import TaskBook, TrainingTask, task_seed
@@ -52,11 +51,6 @@ class Scheduler:
         self._admission = _core.Admission(self.config.staleness.max_lag, self.config.learner.batch_trajectories)
         self._unclaimed = bool(self.book.running)
 
-    @property
-    def free(self) -> int:
-        """Free slots of all generators."""
-        return sum(generator.free for generator in self.generators.values())
-
     def joined(self, name: str) -> None:
         """A generator is here; it gets tasks when it states free slots."""
         self.generators[name] = Generator()
@@ -72,11 +66,6 @@ class Scheduler:
         on_the_way = 0 if received is None else max(0, generator.sent - received)
         generator.free = max(0, free - on_the_way)
 
-    def loaded(self, name: str, version: int, fingerprint: str) -> None:
-        """A generator serves these weights. Raises `TransportError` when they are not those of that version."""
-        self.versions.verify(version, fingerprint)
-        self.generators[name].loaded = version
-
     def claim(self, name: str, held: Sequence[tuple[int, int]]) -> None:
         """A generator that has joined works on these (ordinal, attempt): those that are still its own it goes on
         with, the others it is to leave.
@@ -88,7 +77,7 @@ class Scheduler:
 
     def cancel(self, generator: str, ordinal: int, attempt: int) -> None:
         """Has a generator leave an attempt."""
-        self.outbox.push(Address("generator", generator), CancelTask(ordinal, attempt))
+        self.outbox.push("generator", generator, CancelTask(ordinal, attempt))
 
     def orphans(self, now: float) -> list[TrainingTask]:
         """Running tasks of an earlier broker that no generator has claimed, once all have been heard of or their time
@@ -102,12 +91,8 @@ class Scheduler:
 
     def overdue(self, now: float) -> list[TrainingTask]:
         """Running tasks that are older than `transport.rollout_timeout_s`, the oldest first."""
-        found = []
-        for task in self.book.running.values():  # in the order of their start
-            if now - task.started < self.config.transport.rollout_timeout_s:
-                break
-            found.append(task)
-        return found
+        limit = self.config.transport.rollout_timeout_s
+        return [task for task in self.book.running.values() if now - task.started >= limit]
 
     def permits(self) -> int:
         """Rollouts that may be started now: by staleness, by the buffer's room, by the end of the run; the least
@@ -131,7 +116,9 @@ class Scheduler:
             self.evaluation.start(self.run.step, self.versions.current, now)
         out: dict[str, tuple[list[TaskEntry], list[Buffer]]] = {}
         permits = self.permits()
-        for name in self._free_slots():
+        able = {name: g for name, g in self.generators.items() if g.free > 0 and g.loaded >= self.floor}
+        while able:
+            name = max(able, key=lambda name: able[name].free)  # so that none is starved by a rounded share
             tasks, frames = out.setdefault(name, ([], []))
             if (episode := self.evaluation.next_task(name)) is not None:
                 tasks.append(episode)
@@ -140,6 +127,10 @@ class Scheduler:
                 tasks.append(self._start(name, frames, now))
             else:
                 break
+            able[name].free -= 1
+            able[name].sent += 1
+            if not able[name].free:
+                del able[name]
             if len(frames) >= FRAMES:
                 self._send(name, *out.pop(name))
         for name, waiting in out.items():
@@ -159,26 +150,9 @@ class Scheduler:
     def _start(self, generator: str, frames: list[Buffer], now: float) -> TaskEntry:
         task = self.book.start(generator, now)
         seed = task_seed(self.config.run.seed, "train", self.config.prompt_of(task.ordinal))
-        turns = self.book.turns(task.ordinal)
-        frames += [part for turn in turns for part in turn]
-        return TaskEntry(task.ordinal, task.attempt, seed, "train", len(turns))
+        frames += [part for turn in task.turns for part in turn]
+        return TaskEntry(task.ordinal, task.attempt, seed, "train", len(task.turns))
 
     def _send(self, generator: str, tasks: list[TaskEntry], frames: list[Buffer]) -> None:
         if tasks:
-            self.outbox.push(Address("generator", generator), Tasks(tuple(tasks), frames=tuple(frames)))
-
-    def _free_slots(self) -> Iterator[str]:
-        """The generator for the next task, again and again while slots are free: the one with the most, so that none
-        is starved by a rounded share. The caller takes each slot it is offered.
-        """
-        able = ((name, g) for name, g in self.generators.items() if g.free > 0 and g.loaded >= self.floor)
-        heap = [(-generator.free, name) for name, generator in able]
-        heapq.heapify(heap)
-        while heap:
-            _, name = heapq.heappop(heap)
-            generator = self.generators[name]
-            yield name
-            generator.free -= 1
-            generator.sent += 1
-            if generator.free > 0:
-                heapq.heappush(heap, (-generator.free, name))
+            self.outbox.push("generator", generator, Tasks(tasks=tuple(tasks), frames=tuple(frames)))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from sao.broker.broker import Broker
-from sao.broker.outbox import SUPERVISOR, Address, Outbox
+from sao.broker.outbox import Outbox
 from sao.broker.persistence import Persistence
 from sao.config import Config
 from sao.errors import ClosedError, LedgerError, TransportError, WireError
@@ -51,35 +52,24 @@ class Server:
     ) -> None:
         self._config, self._line = config, line or 0
         self._early: deque[m.Message] = deque(maxlen=EARLY_MESSAGES)
-        self._takes: dict[Hashable, Request[m.Take]] = {}
         self._endings = 0
         self._closing_since: float | None = None
         self._supervised = True  # until the supervisor has left in order
-        transport = config.transport
-        keys = server_keys(transport.keys, endpoint)
-        self.actor = Actor(
-            endpoint,
-            on_join=self._join,
-            on_leave=self._leave,
-            limits=Limits.of(transport),
-            keys=keys,
-            commit=self._persist,
-        )
-        self._mailbox = self.actor.mailbox
-        self.persistence: Persistence | None = None
-        outbox = Outbox(self._push, self._answer_take)
-        try:
-            self.persistence = Persistence.open(config, run_folder, resume_step, line)
-            found = self.persistence.found
-            self.broker = Broker(config, self.persistence, outbox, time.monotonic(), found.resumed)
-        except BaseException:
-            self.actor.close(0)
-            if self.persistence is not None:
-                self.persistence.close()
-            raise
-        if back := found.taken_back:
-            steps, count = f"{back[-1]['step']} to {back[0]['step']}", sum(len(step["tasks"]) for step in back)
-            outbox.event("warning", f"steps {steps} are lost; their {count} tasks are played again")
+        with ExitStack() as opened:
+            self.actor = Actor(
+                endpoint,
+                on_join=self._join,
+                on_leave=self._leave,
+                limits=Limits.of(config.transport),
+                keys=server_keys(config.transport.keys, endpoint),
+                commit=lambda: self.persistence.commit({**self.broker.note(), "line": self._line}),
+            )
+            opened.callback(self.actor.close, 0)
+            self._mailbox = self.actor.mailbox
+            self.persistence = opened.enter_context(closing(Persistence.open(config, run_folder, resume_step, line)))
+            outbox = Outbox(self._push, self._answer_take)
+            self.broker = Broker(config, self.persistence, outbox, time.monotonic())
+            opened.pop_all()
         self._register()
 
     def run(self) -> None:
@@ -92,9 +82,8 @@ class Server:
             raise
         finally:
             self.actor.close()
-            if self.persistence is not None:
-                done = self.broker.run.done
-                self.persistence.close(ended=done is not None and not done.failed)
+            done = self.broker.run.done
+            self.persistence.close(ended=done is not None and not done.failed)
             log.info("closed")
 
     def end(self, reason: str) -> None:
@@ -141,19 +130,12 @@ class Server:
 
     def _take(self, request: Request[m.Take]) -> m.Message:
         failpoint("broker.take")
-        self._takes[request.key] = request
-        try:
-            self.broker.take(request.key, request.message.n, time.monotonic())
-        except Exception:
-            self._takes.pop(request.key, None)
-            raise
+        self.broker.take(request.key, request.message.n, time.monotonic())
         return LATER
 
     def _cancel(self, request: Request[m.CancelCall]) -> None:
-        key = (request.peer.identity, request.message.call)
-        self._takes.pop(key, None)
         if request.peer.role == "learner":
-            self.broker.give_up(key, time.monotonic())
+            self.broker.give_up((request.peer.identity, request.message.call), time.monotonic())
 
     def _commit(self, message: m.Commit, now: float) -> m.Position:
         failpoint("broker.commit")
@@ -186,7 +168,6 @@ class Server:
             "silent_s": {f"{peer.role} {peer.name}": round(now - peer.last_received, 1) for peer in peers},
             "pushes_not_acknowledged": sum(len(peer.link.sent) for peer in peers),
             "answers_kept": sum(len(peer.link.answers) for peer in peers),
-            "requests_waiting": len(self._takes),
             "bad_messages": self._mailbox.bad_messages,
         }
 
@@ -206,14 +187,10 @@ class Server:
 
     # -- decisions out
 
-    def _persist(self) -> None:
-        if self.persistence is not None:
-            self.persistence.commit({**self.broker.note(), "line": self._line})
-
-    def _push(self, to: Address, message: m.Message) -> None:
-        """Sends to the peers of an address; what happens before the supervisor joins is kept for it."""
-        peers = [peer for peer in self._of(to.role) if to.name in (None, peer.name)]
-        if to == SUPERVISOR and not peers:
+    def _push(self, role: str, name: str, message: m.Message) -> None:
+        """Sends to a peer, or all of a role; what happens before the supervisor joins is kept for it."""
+        peers = [peer for peer in self._of(role) if name in ("", peer.name)]
+        if role == "supervisor" and not peers:
             self._early.append(message)
         for peer in peers:
             self._push_to(peer, message)
@@ -224,12 +201,10 @@ class Server:
         except WireError as error:  # what a peer gave us to pass on is too large: that must not undo a commit
             log.error("%s to %s not sent: %s", message.kind, peer.name, error)
 
-    def _answer_take(self, take: Hashable, message: m.Message) -> None:
+    def _answer_take(self, key: tuple[bytes, int], message: m.Message) -> None:
         if isinstance(message, m.Batch):
             failpoint("broker.leased")
-        request = self._takes.pop(take, None)
-        if request is not None:
-            self._mailbox.reply(request, message)
+        self._mailbox.reply(key, message)
 
     # -- peers
 
@@ -269,8 +244,6 @@ class Server:
         if peer.role == "generator":
             self.broker.generator_left(peer.name, reason, now)
         elif peer.role == "learner":
-            for key in [key for key, request in self._takes.items() if request.peer is peer]:
-                del self._takes[key]
             outage_s = self._config.transport.outage_s if reason.startswith(AWAY) else 0.0
             self.broker.learner_left(reason, now, now + outage_s if outage_s else None)
             if reason == GOODBYE:

@@ -16,12 +16,15 @@ import heapq
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final, Literal
+
+import msgspec
 
 from sao import _core
 from sao.broker.persistence import Persistence
-from sao.transport.messages import Buffer
+from sao.transport.messages import Buffer, KeptTurn
 
 Split = Literal["train", "eval"]
 MAX_ATTEMPTS: Final = 5  # of a task whose generators keep dying; a restart of the run is not its fault
@@ -58,6 +61,11 @@ class TrainingTask:
     sampled_tokens: int = 0
     min_version: int = 0
     max_version: int = 0
+    turns: list[tuple[bytes, bytes]] = field(default_factory=list)
+    """Header and payload of each turn that is kept while it runs, so that its next attempt goes on after them."""
+    turn_tokens: int = 0
+    turn_version: int = 0
+    """The newest version that has sampled any of them."""
 
     def describe(self, metadata: dict[str, Any]) -> None:
         """Takes over what the header of its trajectory says of its tokens."""
@@ -71,37 +79,28 @@ class TaskBook:
     def __init__(self, persistence: Persistence, group_size: int = 1) -> None:
         """Goes on with what an earlier broker has left in the ledger."""
         self.persistence, self.ledger, self.group_size = persistence, persistence.ledger, group_size
-        goes_on, ledger = persistence.found.goes_on, self.ledger
-        if not goes_on:
-            for lease, _ in ledger.leases():
-                ledger.give_back(lease)
+        if not persistence.note:
+            for lease, _ in self.ledger.leases():
+                self.ledger.give_back(lease)
         self.live: dict[int, TrainingTask] = {}
         self.running: dict[int, TrainingTask] = {}  # in the order of their start
-        self.n_leased = 0
-        for ordinal, attempt, phase in ledger.unfinished():  # of an earlier broker
-            self.live[ordinal] = self._restored(ordinal, attempt, phase, goes_on)
-        self.next_ordinal: int = ledger.next_ordinal
+        self.queue: list[int] = []  # a heap of those to be started again
+        self.turn_bytes = 0
+        self.restored: dict[int, tuple[bytes, ...]] = {}
+        """The trajectories that an earlier broker has left: header, payload, sidecars."""
+        for ordinal, attempt, phase in self.ledger.unfinished():
+            self.live[ordinal] = self._restored(ordinal, attempt, phase)
+        self.next_ordinal: int = self.ledger.next_ordinal
         self.dropped: Counter[str] = Counter()
         self.commits = 0  # of this broker
-        self.trained_before: int = ledger.counts()["trained"]
-        self._queue: list[int] = sorted(o for o, task in self.live.items() if task.state == "queued")
-
-    @property
-    def n_queued(self) -> int:
-        """Tasks that wait to be started again."""
-        return len(self._queue)
-
-    @property
-    def n_ready(self) -> int:
-        """Finished trajectories that wait for the learner."""
-        return len(self.live) - len(self.running) - len(self._queue) - self.n_leased
+        self.trained_before: int = self.ledger.counts()["trained"]
 
     # -- issued, generating
 
     def start(self, generator: str, now: float) -> TrainingTask:
         """Starts a task on a generator: the oldest of those to be started again, else a new one."""
-        if self._queue:
-            task = self.live[heapq.heappop(self._queue)]
+        if self.queue:
+            task = self.live[heapq.heappop(self.queue)]
         else:
             task = self.live[self.next_ordinal] = TrainingTask(self.next_ordinal, 0)
             self.next_ordinal += 1
@@ -124,24 +123,30 @@ class TaskBook:
         task.generator = generator
         return True
 
-    def turns(self, ordinal: int) -> list[tuple[bytes, bytes]]:
-        """The turns that are kept of a task, which its next attempt goes on after."""
-        prefix = self.persistence.prefixes.get(ordinal)
-        return prefix.turns if prefix else []
-
-    def turn(
-        self, ordinal: int, attempt: int, part: int, tokens: int, version: int, header: Buffer, payload: Buffer
-    ) -> None:
-        """Keeps a turn of a rollout that runs; of any other it is left out."""
-        task = self.running.get(ordinal)
-        if task is not None and task.attempt == attempt:
-            self.persistence.turn(ordinal, part, tokens, version, header, payload)
+    def turn(self, message: KeptTurn) -> None:
+        """Keeps the next turn of a rollout that runs; one of another attempt or out of order is left out. A rollout
+        that finds no room in `buffer.prefix_bytes` would begin anew, should it be lost.
+        """
+        task, turn = self.running.get(message.ordinal), (bytes(message.frames[0]), bytes(message.frames[1]))
+        if task is None or task.attempt != message.attempt:
+            return
+        if message.part == 0 and task.turns and task.turns[0] != turn:
+            self._begin_anew(task)
+        if message.part != len(task.turns):
+            return
+        if self.turn_bytes + len(turn[0]) + len(turn[1]) > self.persistence.prefix_bytes:
+            self._begin_anew(task)
+            return
+        self._keep(task, message.tokens, message.version, turn)
+        if self.persistence.frames:
+            numbers = msgspec.msgpack.encode((message.tokens, message.version))
+            self.ledger.turn(task.ordinal, message.part, (numbers, *turn))
 
     def diverged(self, ordinal: int, attempt: int) -> None:
         """A rollout could not go on after its turns and was begun anew: their tokens are dropped."""
         task = self.running.get(ordinal)
         if task is not None and task.attempt == attempt:
-            self._drop_turns(task, "diverged")
+            self._begin_anew(task, "diverged")
 
     def current(self, ordinal: int, attempt: int, tokens: int) -> TrainingTask | str:
         """The running task that an answer belongs to, or why it is refused; tokens of late answers are counted."""
@@ -162,25 +167,20 @@ class TaskBook:
         """A running task is finished: `frames` are its trajectory (header, payload, sidecars)."""
         task.describe(metadata)
         self.ledger.ready(task.ordinal, task.attempt, task.sampled_tokens)
-        self.persistence.trajectory(task.ordinal, frames)
+        if self.persistence.frames:
+            self.ledger.trajectory(task.ordinal, frames)
+        self._forget_turns(task)  # they are in it
         del self.running[task.ordinal]
         task.state, task.finished = "ready", now
 
-    def head(self, n: int) -> list[int] | None:
-        """The `n` oldest tasks that are not leased, in the order of issue; None unless all of them are ready."""
-        ordinals: list[int] = []
-        for ordinal, task in self.live.items():
-            if task.state == "leased":
-                continue
-            if task.state != "ready":
-                return None
-            ordinals.append(ordinal)
-            if len(ordinals) == n:
-                return ordinals
-        return None
+    def head(self, n: int) -> list[int]:
+        """The `n` oldest tasks that are not leased, in the order of issue; empty unless all of them are ready."""
+        tasks = list(islice((task for task in self.live.values() if task.state != "leased"), n))
+        ready = len(tasks) == n and all(task.state == "ready" for task in tasks)
+        return [task.ordinal for task in tasks] if ready else []
 
-    def whole_groups(self, n: int) -> list[int] | None:
-        """The `n` ordinals of the groups that were complete first; None when there are fewer."""
+    def whole_groups(self, n: int) -> list[int]:
+        """The `n` ordinals of the groups that were complete first; empty when there are fewer."""
         groups: dict[int, list[TrainingTask]] = defaultdict(list)
         for task in self.live.values():
             if task.state == "ready":
@@ -188,14 +188,13 @@ class TaskBook:
         whole = [tasks for tasks in groups.values() if len(tasks) == self.group_size]
         whole.sort(key=lambda tasks: (max(task.finished for task in tasks), tasks[0].ordinal))
         ordinals = [task.ordinal for tasks in whole for task in sorted(tasks, key=lambda task: task.ordinal)]
-        return ordinals[:n] if len(ordinals) >= n else None
+        return ordinals[:n] if len(ordinals) >= n else []
 
     # -- leased, trained
 
     def lease(self, number: int, ordinals: list[int]) -> list[TrainingTask]:
         """Hands ready tasks to the learner."""
         self.ledger.lease(ordinals, number)
-        self.n_leased += len(ordinals)
         tasks = [self.live[ordinal] for ordinal in ordinals]
         for task in tasks:
             task.state = "leased"
@@ -206,17 +205,14 @@ class TaskBook:
         self.ledger.give_back(number)
         for ordinal in ordinals:
             self.live[ordinal].state = "ready"
-            self.n_leased -= 1
 
     def trained(self, number: int, ordinals: Iterable[int], step: int, trained: int, masked: int) -> list[TrainingTask]:
         """A committed step used the lease. A learner that went back to a checkpoint repeats steps; the ledger goes
         on.
         """
         self.ledger.trained(number, max(step, (self.ledger.last_step or 0) + 1), trained, masked)
-        tasks = [self.live.pop(ordinal) for ordinal in ordinals]
-        self.n_leased -= len(tasks)
         self.commits += 1
-        return tasks
+        return [self.live.pop(ordinal) for ordinal in ordinals]
 
     def settle(self) -> None:
         """Checks that every token is somewhere and brings the ledger to the disk. Raises `LedgerError`."""
@@ -238,13 +234,13 @@ class TaskBook:
     def requeue(self, task: TrainingTask, reason: str, tokens: int | None = None, *, goes_on: bool = False) -> None:
         """Puts a task that is not queued back to be started again; `tokens` None: those it is known to have."""
         if task.state == "running" and not goes_on:
-            tokens = max(tokens or 0, self.persistence.prefix_tokens(task.ordinal))
+            tokens = max(tokens or 0, task.turn_tokens)
         self.ledger.requeue(task.ordinal, reason, tokens)
         if not goes_on:
-            self.persistence.begin_anew(task.ordinal)
+            self._begin_anew(task)
         self.running.pop(task.ordinal, None)
         task.state, task.attempt = "queued", task.attempt + 1
-        heapq.heappush(self._queue, task.ordinal)
+        heapq.heappush(self.queue, task.ordinal)
 
     def rewind(self, version: int, capacity: int) -> list[int]:
         """Takes back what newer weights than `version` have sampled, and what is ready beyond the `capacity` oldest
@@ -255,22 +251,21 @@ class TaskBook:
         back = [task for task in ready if task.max_version > version or task.ordinal not in ahead]
         for task in back:
             self.requeue(task, "rewound")
-        for ordinal, prefix in list(self.persistence.prefixes.items()):
-            if prefix.version > version:
-                self._drop_turns(self.live[ordinal], "rewound")
+        for task in self.live.values():
+            if task.turn_version > version:
+                self._begin_anew(task, "rewound")
         return [task.ordinal for task in back]
 
     def drop(self, task: TrainingTask, reason: str, tokens: int = 0) -> None:
         """Ends a task that is not leased without training; `tokens`: sampled for one that is not ready."""
         if task.state == "queued":
-            self._queue.remove(task.ordinal)
-            heapq.heapify(self._queue)
+            self.queue.remove(task.ordinal)
+            heapq.heapify(self.queue)
             task.attempt = self.ledger.issue(task.ordinal)
         if task.state == "ready":
             tokens = task.sampled_tokens
-        tokens = max(tokens, self.persistence.prefix_tokens(task.ordinal))
-        self.ledger.drop(task.ordinal, task.attempt, reason, tokens)
-        self.persistence.forget_turns(task.ordinal)
+        self.ledger.drop(task.ordinal, task.attempt, reason, max(tokens, task.turn_tokens))
+        self._forget_turns(task)
         self.dropped[reason] += 1
         self.running.pop(task.ordinal, None)
         del self.live[task.ordinal]
@@ -288,35 +283,50 @@ class TaskBook:
 
     def broken_groups(self) -> list[TrainingTask]:
         """Unfinished tasks whose group has lost a member, as a killed broker may leave them."""
-        lost = []
-        for task in self.live.values():
-            first = task.ordinal // self.group_size * self.group_size
-            issued = range(first, min(first + self.group_size, self.next_ordinal))
-            if any(member not in self.live for member in issued):
-                lost.append(task)
-        return lost
+        size, issued = self.group_size, self.next_ordinal
+        tasks = ((task, issued - task.ordinal // size * size) for task in self.live.values())
+        return [task for task, members in tasks if len(self.group(task.ordinal)) < min(size, members)]
 
     # -- inside
 
-    def _restored(self, ordinal: int, attempt: int, phase: str, goes_on: bool) -> TrainingTask:
+    def _restored(self, ordinal: int, attempt: int, phase: str) -> TrainingTask:
         """A task as an earlier broker has left it: with its trajectory, with its generator, or to be started again."""
-        task, left = TrainingTask(ordinal, attempt), self.persistence.found.trajectories.get(ordinal)
-        if left is not None:
-            task.describe(_core.summary(left[0]))
+        task, goes_on = TrainingTask(ordinal, attempt), bool(self.persistence.note)
+        frames = self.ledger.frames(ordinal)
+        if phase not in ("ready", "leased"):
+            for numbers, header, payload in frames if self.persistence.prefix_bytes else ():
+                tokens, version = msgspec.msgpack.decode(numbers)
+                self._keep(task, tokens, version, (header, payload))
+        elif frames:
+            self.restored[ordinal] = frames[0]
+            task.describe(_core.summary(frames[0][0]))
         if phase == "leased":
-            self.n_leased += 1
             task.state = "leased"
-        elif left is not None:
+        elif ordinal in self.restored:
             task.state = "ready"
         elif goes_on and phase == "generating":
             task.state = "running"
             self.running[ordinal] = task
-        elif phase != "requeued":  # turns that are kept of it go on with the next attempt
-            self.ledger.requeue(ordinal, "log_damaged" if phase == "ready" and goes_on else "restart")
-            task.attempt += 1
+        else:  # turns that are kept of it go on with the next attempt
+            if phase != "requeued":
+                self.ledger.requeue(ordinal, "log_damaged" if phase == "ready" and goes_on else "restart")
+                task.attempt += 1
+            heapq.heappush(self.queue, ordinal)
         return task
 
-    def _drop_turns(self, task: TrainingTask, reason: str) -> None:
-        tokens = self.persistence.begin_anew(task.ordinal)
-        if tokens:
-            self.ledger.waste(reason, tokens)
+    def _keep(self, task: TrainingTask, tokens: int, version: int, turn: tuple[bytes, bytes]) -> None:
+        task.turns.append(turn)
+        task.turn_tokens, task.turn_version = task.turn_tokens + tokens, max(task.turn_version, version)
+        self.turn_bytes += len(turn[0]) + len(turn[1])
+
+    def _begin_anew(self, task: TrainingTask, reason: str = "") -> None:
+        """The turns of a task count no longer; with a reason their tokens are dropped under it."""
+        if task.turns:
+            self.ledger.begin_anew(task.ordinal)
+        if reason and task.turn_tokens:
+            self.ledger.waste(reason, task.turn_tokens)
+        self._forget_turns(task)
+
+    def _forget_turns(self, task: TrainingTask) -> None:
+        self.turn_bytes -= sum(len(header) + len(payload) for header, payload in task.turns)
+        task.turns, task.turn_tokens, task.turn_version = [], 0, 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from sao import _core
+import msgspec
+
 from sao.config.sections import StalenessSection
 from sao.errors import TransportError, ValidationError
 from sao.transport.messages import WeightsRef
@@ -13,18 +14,13 @@ KNOWN_FINGERPRINTS: Final = 64  # versions whose fingerprints are kept
 
 
 class Versions:
-    """The version clock, the newest weights, and the fingerprints of the last versions that were published."""
+    """The `current` version, which the learner updates next, its weights, and the fingerprints of the last ones."""
 
     def __init__(self, staleness: StalenessSection) -> None:
-        self._clock, self._staleness = _core.VersionClock(), staleness
+        self._staleness = staleness
+        self.current = 0
         self.weights: WeightsRef | None = None
         self.fingerprints: dict[int, str] = {}
-
-    @property
-    def current(self) -> int:
-        """The version of the weights that the learner updates next."""
-        version: int = self._clock.version
-        return version
 
     @property
     def oldest_kept(self) -> int | None:
@@ -37,9 +33,8 @@ class Versions:
             raise ValidationError(f"weights.version: {weights.version} must be above the current {self.current}")
 
     def publish(self, weights: WeightsRef) -> None:
-        """Advances the clock to checked weights."""
-        self._clock.advance(weights.version)
-        self.weights = weights
+        """Takes checked weights as the current ones."""
+        self.current, self.weights = weights.version, weights
         self.fingerprints[weights.version] = weights.fingerprint
         if len(self.fingerprints) > KNOWN_FINGERPRINTS:
             del self.fingerprints[next(iter(self.fingerprints))]
@@ -74,7 +69,5 @@ class Versions:
 
     def restore(self, note: dict[str, Any]) -> None:
         """Goes on where an earlier broker was."""
-        if note["version"] > self.current:
-            self._clock.advance(note["version"])
-        self.weights = None if note["weights"] is None else WeightsRef(**note["weights"])
-        self.fingerprints = dict(note["fingerprints"])
+        self.current, self.fingerprints = note["version"], note["fingerprints"]
+        self.weights = msgspec.convert(note["weights"], WeightsRef | None)

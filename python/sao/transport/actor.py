@@ -126,4 +126,4 @@ class Actor:
             log.warning("%s from %s: %s: %s", kind, peer.name, type(error).__name__, error)
             answer = Refusal(str(error), type(error).__name__)
         if answer is not LATER:
-            self.mailbox.reply(request, answer)
+            self.mailbox.reply(request.key, answer)

@@ -133,10 +133,10 @@ class Mailbox:
         _, sent = peer.link.send(message, self._limits.max_message_bytes)
         self._post(peer, sent.wire)
 
-    def reply(self, request: Request[Any], answer: Message) -> None:
-        """Answers a request, now or later; without effect when the peer is gone."""
-        peer, seq = request.peer, request.seq
-        if peer.gone or seq == 0:
+    def reply(self, key: tuple[bytes, int], answer: Message) -> None:
+        """Answers the request of this key, now or later; without effect when its peer is gone."""
+        peer, seq = self.peers.get(key[0]), key[1]
+        if peer is None or seq == 0:
             return
         if answer == _PLAIN_ACK:
             peer.link.answered(seq, _ACKNOWLEDGED)
