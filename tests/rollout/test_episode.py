@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from sao.engines.base import Request
 from sao.engines.scripted import Reply, ScriptedEngine
 from sao.envs.protocol import Message, StepResult
 from sao.errors import EngineError, EnvironmentFailure
-from sao.generator.__main__ import DaemonExecutor
 from sao.rollout.chat import Renderer
 from sao.rollout.episode import run_episode
 from sao.rollout.recorder import Assignment, Recorder
@@ -99,7 +99,6 @@ def play(
         made.append(recorder)
 
     async def main() -> Trajectory:
-        asyncio.get_running_loop().set_default_executor(DaemonExecutor())
         return await run_episode(recorder, env)
 
     try:
@@ -339,7 +338,7 @@ def test_a_tool_that_blocks_in_a_thread_or_ignores_its_cancellation_holds_up_nob
                 await asyncio.sleep(0.01)
 
     async def main() -> list[Any]:
-        asyncio.get_running_loop().set_default_executor(DaemonExecutor())
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(64))  # as a generator has, only larger
         config, renderer = configured(tiny_model, env={"step_timeout_s": 1.0}), Renderer(tiny_model)
         engine = ScriptedEngine(says(20, END))
         envs = [*[Play(stuck) for _ in range(40)], *[Play(stubborn) for _ in range(4)], Play(done(1.0))]

@@ -8,11 +8,8 @@ import logging
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 from sao.config import load
 from sao.errors import ConfigError, Error
@@ -20,51 +17,17 @@ from sao.generator.worker import make_generator
 
 DONE, FAILED, BAD_CONFIG = 0, 1, 2
 SWITCH_S = 0.0005  # the engine's thread gives up the lock at every tensor operation and would wait 5 ms to get it back
-
-P = ParamSpec("P")
-T = TypeVar("T")
+TOOLS = 4096  # calls of environments in `asyncio.to_thread` at once: one that blocks for ever holds up no other
 
 log = logging.getLogger("sao.generator")
 
 
-class DaemonExecutor(ThreadPoolExecutor):
-    """A daemon thread per call. As the loop's default executor it is what `asyncio.to_thread` uses.
-
-    A tool that blocks for ever holds up neither the others nor the end of the process: the standard pool has few
-    threads, and the interpreter waits for them. It is the base class only because asyncio demands that of an executor.
-    """
-
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Runs `fn` in a thread of its own."""
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="sao-blocking", daemon=True).start()
-        return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Waits for nobody."""
-
-
 async def _run(arguments: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
-    loop.set_default_executor(DaemonExecutor())  # tools of environments may block in `asyncio.to_thread`
+    loop.set_default_executor(ThreadPoolExecutor(TOOLS, "sao-blocking"))
     config = load(arguments.config or arguments.run_folder / "config.json")
-    generator = make_generator(
-        config,
-        arguments.endpoint,
-        arguments.name,
-        arguments.incarnation,
-        arguments.weights_folder,
-        arguments.index,
-    )
+    who = arguments.endpoint, arguments.name, arguments.incarnation
+    generator = make_generator(config, *who, arguments.weights_folder, arguments.index)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, generator.stop, signal.Signals(number).name)
     await generator.run()

@@ -17,6 +17,7 @@ from sao.rollout.chat import Renderer
 from sao.rollout.compaction import Compactor
 from sao.rollout.episode import run_episode
 from sao.rollout.recorder import Assignment, Recorder, check_completion
+from sao.rollout.scripted_chat import ScriptedRenderer
 from sao.rollout.turns import Send
 from sao.trajectory import Trajectory
 
@@ -106,47 +107,29 @@ def make_player(config: Config, sampling_seed: int, name: str, index: int = 0) -
     Raises `ConfigError` and `EngineError`.
     """
     registry.factory(config.env.name)  # a wrong name is found before anything slow is imported
-    renderer = make_renderer(config)
+    renderer = (ScriptedRenderer if config.generator.engine == "scripted" else Renderer)(config.model.path)
     engine = make_engine(config, renderer, sampling_seed, index)
-    return Player(
-        config, engine, renderer, sampling_seed, make_summariser(config, renderer, sampling_seed, index), name
-    )
-
-
-def make_renderer(config: Config) -> Renderer:
-    """The renderer of the model folder; for the scripted engine one that needs no tokenizer. Raises `ConfigError`."""
-    if config.generator.engine != "scripted":
-        return Renderer(config.model.path)
-    from sao.rollout.scripted_chat import ScriptedRenderer
-
-    return ScriptedRenderer(config.model.path)
+    summariser = make_summariser(config, renderer, sampling_seed, index)
+    return Player(config, engine, renderer, sampling_seed, summariser, name)
 
 
 def make_engine(config: Config, renderer: Renderer, seed: int, index: int = 0) -> Engine:
     """The engine that `generator.engine` names, not yet started."""
-    generator, sampling = config.generator, config.sampling
+    path, generator = config.model.path, config.generator
+    shared: dict[str, Any] = {
+        "context_tokens": config.sampling.context_tokens,
+        "threads": generator.threads,
+        "seed": seed,
+    }
     if generator.engine == "torch":
         from sao.engines.torch_engine import TorchEngine
 
-        return TorchEngine(
-            config.model.path,
-            slots=generator.concurrency,
-            context_tokens=sampling.context_tokens,
-            seed=seed,
-            threads=generator.threads,
-        )
+        return TorchEngine(path, slots=generator.concurrency, **shared)
     if generator.engine == "vllm":
         from sao.engines.vllm.engine import VllmEngine
 
-        return VllmEngine(
-            config.model.path,
-            context_tokens=sampling.context_tokens,
-            threads=generator.threads,
-            concurrency=generator.concurrency,
-            seed=seed,
-            vllm_args=generator.vllm_args,
-            index=index,
-        )
+        shared["concurrency"] = generator.concurrency
+        return VllmEngine(path, vllm_args=generator.vllm_args, index=index, **shared)
     from sao.engines.scripted import ScriptedEngine
 
     return ScriptedEngine(vocab_size=renderer.vocab_size, seed=seed, record=False)

@@ -106,12 +106,7 @@ class Arrivals:
         if self._puller is None or self._puller.endpoint != endpoint:
             if self._puller is not None:
                 self._puller.close()
-            self._puller = Puller(
-                endpoint,
-                self._folder,
-                Limits.of(transport),
-                name=self._name,
-                incarnation=self._incarnation,
-                keys=client_keys(transport.keys, endpoint, "generator", self._name, LEARNER),
-            )
+            keys = client_keys(transport.keys, endpoint, "generator", self._name, LEARNER)
+            limits, name = Limits.of(transport), self._name
+            self._puller = Puller(endpoint, self._folder, limits, name=name, incarnation=self._incarnation, keys=keys)
         return self._puller.pull(ref)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from msgspec import structs
 from sao.config import Config
 from sao.engines.seeds import derive_seed
 from sao.errors import (
-    ClosedError,
     ConfigError,
     EngineError,
     EnvironmentFailure,
@@ -69,31 +69,23 @@ log = logging.getLogger(__name__)
 class Generator:
     """Plays tasks for the broker until it is stopped.
 
-    player: not yet started. connect: makes the connection to the broker, given what its client calls.
+    player: not yet started. connect: makes the connection to the broker, given its `calls`.
     The player's seed comes from `derive_seed(run seed, name, incarnation)`: restarted and parallel generators never
     repeat one another's draws.
     """
 
-    def __init__(
-        self, player: Player, connect: Callable[[Callbacks], Client], arrivals: Arrivals | None = None
-    ) -> None:
+    def __init__(self, player: Player, connect: Callable[..., Client], arrivals: Arrivals | None = None) -> None:
         config = player.config
         self.config, self.player, self.engine = config, player, player.engine
         self._connect = connect
         self._client: Client | None = None
         self._weights = WeightsFollower(player.engine, config.transport.peer_timeout_s, arrivals)
-        self._load = LoadControl(config.generator.concurrency) if config.generator.load_control else None
+        self._load = LoadControl(config.generator.concurrency)
         self._episodes: dict[tuple[str, int, int], asyncio.Task[None]] = {}
         self._received = 0
         self._slots_due = self._ready = False
         self._stopped = asyncio.Event()
         self._fault: Exception | None = None
-        self.failures: dict[str, int] = {}
-
-    @property
-    def _limit(self) -> int:
-        """Episodes in flight, at most."""
-        return self.config.generator.concurrency if self._load is None else self._load.limit
 
     async def run(self) -> None:
         """Starts the engine, joins the broker and works until `stop`; then ends within `transport.shutdown_s`.
@@ -202,11 +194,7 @@ class Generator:
         if task.split == "eval" or not self.config.buffer.prefix_bytes:
             return None
 
-        def send(part: int, n_tokens: int, version: int, header: bytes, payload: bytes) -> None:
-            turn = KeptTurn(task.ordinal, task.attempt, part, n_tokens, version, frames=(header, payload))
-            self._send(turn)
-
-        return send
+        return lambda *turn: self._send(KeptTurn(task.ordinal, task.attempt, *turn[:3], frames=turn[3:]))
 
     async def _serves(self, version: int) -> bool:
         """Whether the engine has this version or a newer one, perhaps in a moment."""
@@ -238,7 +226,6 @@ class Generator:
 
     async def _give_up(self, recorder: Recorder, reason: str, detail: str) -> None:
         task = recorder.assignment
-        self.failures[reason] = self.failures.get(reason, 0) + 1
         log.warning("task %d attempt %d failed: %s: %s", task.ordinal, task.attempt, reason, detail)
         # An environment may put anything into words; what cannot be encoded must not end this process.
         reason, detail = (text.encode(errors="replace").decode() for text in (reason, detail[:2000]))
@@ -252,21 +239,16 @@ class Generator:
     async def _join(self) -> None:
         loop = asyncio.get_running_loop()
 
-        def in_loop(call: Callable[[Any], None]) -> Callable[[Any], None]:
-            """The same call, made by the loop; without effect when that has ended, and with it everyone who cares."""
-
-            def later(argument: Any) -> None:
-                with suppress(RuntimeError):
-                    loop.call_soon_threadsafe(call, argument)
-
-            return later
+        def in_loop(call: Callable[[Any], None], argument: Any) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and with it everyone who cares
+                loop.call_soon_threadsafe(call, argument)
 
         self._client = self._connect(
-            Callbacks(
-                pushed=in_loop(self._on_push),
-                lost=in_loop(self._fail),
+            calls=Callbacks(
+                pushed=partial(in_loop, self._on_push),
+                lost=partial(in_loop, self._fail),
                 greet=self._greet,
-                rejoined=in_loop(self._rejoined),
+                rejoined=partial(in_loop, self._rejoined),
                 transient=(Slots, Stats, Loaded),
             )
         )
@@ -316,7 +298,7 @@ class Generator:
     def _send_slots(self) -> None:
         self._slots_due = False
         if not self._stopped.is_set():
-            self._send(Slots(max(0, self._limit - len(self._episodes)), self._received))
+            self._send(Slots(max(0, self._load.limit - len(self._episodes)), self._received))
 
     def _send(self, message: Message) -> None:
         """Sends without waiting; that the broker is lost comes by `on_lost`. While it is away no statistics pile up."""
@@ -327,15 +309,13 @@ class Generator:
             self._fail(error)
 
     async def _ask(self, message: Message) -> Message | None:
-        """Sends and waits for the acknowledgement; None when the connection is gone, which ends `run` elsewhere.
+        """Sends and waits for the acknowledgement; None when the connection is gone, which ends `run`.
 
         Raises `WireError` for a message that is too large, before anything is sent.
         """
         assert self._client is not None
         try:
             return await asyncio.wrap_future(self._client.call(message))
-        except ClosedError:
-            return None
         except WireError:
             raise
         except Error as error:
@@ -352,10 +332,10 @@ class Generator:
                 busy_share=min(1.0, (stats.busy_s - before.busy_s) / (now - at)),
                 tokens_per_s=(stats.sampled_tokens - before.sampled_tokens) / (now - at),
                 kv_use=stats.kv_use,
-                episode_limit=self._limit,
+                episode_limit=self._load.limit,
             )
             before, at = stats, now
-            if self._load is not None and self._load.take(stats, len(self._episodes)):
+            if self.config.generator.load_control and self._load.take(stats, len(self._episodes)):
                 self._send_slots()
             self._send(message)
 
@@ -369,13 +349,14 @@ def make_generator(
     `ConfigError` and `EngineError`.
     """
     player = make_player(config, derive_seed(config.run.seed, name, incarnation), name, index)
-    keys = client_keys(config.transport.keys, endpoint, "generator", name)
-
-    def connect(calls: Callbacks) -> Client:
-        limits = Limits.of(config.transport)
-        return Client(
-            endpoint, role="generator", name=name, incarnation=incarnation, limits=limits, keys=keys, calls=calls
-        )
-
+    connect = partial(
+        Client,
+        endpoint,
+        role="generator",
+        name=name,
+        incarnation=incarnation,
+        limits=Limits.of(config.transport),
+        keys=client_keys(config.transport.keys, endpoint, "generator", name),
+    )
     arrivals = None if weights_folder is None else Arrivals(config, weights_folder, endpoint, name, incarnation)
     return Generator(player, connect, arrivals)
