@@ -4,8 +4,6 @@ more than one host `sao keys`, `sao broker`, `sao learner`, `sao generator`.
 Exit codes: 0 done, 1 failed, 2 configuration or usage, 130 interrupted. Nothing heavy is imported before it is needed.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,22 +42,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="the run's configuration", show_default=False)]
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="the run's configuration")]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="SECTION.KEY=VALUE", help="overrides, values in TOML syntax", show_default=False),
+    list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="overrides, values in TOML syntax")
 ]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="check all, print configuration and commands, start nothing")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace the run folder of this name")]
-Connect = Annotated[str, typer.Option(metavar="ENDPOINT", help="the broker: tcp://HOST:PORT", show_default=False)]
-Keys = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="folder of keys, where the broker uses them", show_default=False)
-]
-LocalModel = Annotated[
-    Path | None, typer.Option(metavar="MODEL_FOLDER", help="the model's path on this host", show_default=False)
-]
-LocalFolder = Annotated[
-    Path | None, typer.Option(metavar="RUN_FOLDER", help="the run's folder on this host", show_default=False)
-]
+Resume = Annotated[bool, typer.Option("--resume", help="go on from the newest complete checkpoint in the run folder")]
+Connect = Annotated[str, typer.Option(metavar="ENDPOINT", help="the broker: tcp://HOST:PORT")]
+Keys = Annotated[Path | None, typer.Option(metavar="DIR", help="folder of keys, where the broker uses them")]
+LocalModel = Annotated[Path | None, typer.Option(metavar="MODEL_FOLDER", help="the model's path on this host")]
+LocalFolder = Annotated[Path | None, typer.Option(metavar="RUN_FOLDER", help="the run's folder on this host")]
 Wait = Annotated[float, typer.Option(metavar="SECONDS", help="for the broker to answer")]
 
 
@@ -67,14 +60,9 @@ Wait = Annotated[float, typer.Option(metavar="SECONDS", help="for the broker to 
 def train(
     run_file: RunFile,
     overrides: Overrides = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="check all, print the resolved configuration and the commands, start nothing"),
-    ] = False,
+    dry_run: DryRun = False,
     overwrite: Overwrite = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="go on with the run of this name from its newest complete checkpoint")
-    ] = False,
+    resume: Resume = False,
 ) -> None:
     """Train: start broker, generators and learner on this machine, and end them all when the run is over."""
     from sao import config
@@ -85,18 +73,13 @@ def train(
     resolved = config.load(run_file, overrides or [])
     if dry_run:
         typer.echo(runtime.describe(resolved, overwrite=overwrite, resume=resume))
-        return
-    raise typer.Exit(runtime.train(resolved, overwrite=overwrite, resume=resume))
+    else:
+        raise typer.Exit(runtime.train(resolved, overwrite=overwrite, resume=resume))
 
 
 @app.command(name="pretrain-value")
 def pretrain_value(
-    run_file: RunFile,
-    overrides: Overrides = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print the derived configuration and the commands, start nothing")
-    ] = False,
-    overwrite: Overwrite = False,
+    run_file: RunFile, overrides: Overrides = None, dry_run: DryRun = False, overwrite: Overwrite = False
 ) -> None:
     """Train only a critic, on rollouts of the start policy, for `learner.critic_path` of a later run."""
     from sao import config
@@ -105,15 +88,13 @@ def pretrain_value(
     resolved = runtime.value_pretraining(config.load(run_file, overrides or []))
     if dry_run:
         typer.echo(runtime.describe(resolved, overwrite=overwrite))
-        return
-    raise typer.Exit(runtime.train(resolved, overwrite=overwrite))
+    else:
+        raise typer.Exit(runtime.train(resolved, overwrite=overwrite))
 
 
 @app.command(name="eval")
 def evaluate(
-    model_folder: Annotated[
-        Path, typer.Argument(metavar="MODEL_FOLDER", help="the model to measure", show_default=False)
-    ],
+    model_folder: Annotated[Path, typer.Argument(metavar="MODEL_FOLDER", help="the model to measure")],
     run_file: RunFile,
     overrides: Overrides = None,
 ) -> None:
@@ -122,15 +103,12 @@ def evaluate(
     from sao import config
     from sao.runtime import evaluate as runtime
 
-    resolved = config.load(run_file, [*(overrides or []), f"model.path={str(model_folder)!r}"])
-    typer.echo(runtime.evaluate(resolved))
+    typer.echo(runtime.evaluate(config.load(run_file, [*(overrides or []), *_model(model_folder)])))
 
 
 @app.command()
 def inspect(
-    path: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_FILE", help="a run folder, or a recorded step of one", show_default=False)
-    ],
+    path: Annotated[Path, typer.Argument(metavar="RUN_OR_FILE", help="a run folder, or a recorded step of one")],
     trajectory: Annotated[
         str | None, typer.Option(metavar="ID", help="one trajectory: its id, the beginning of it, or its number")
     ] = None,
@@ -147,8 +125,8 @@ def inspect(
 
 @app.command()
 def replay(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of the run", show_default=False)],
-    step: Annotated[int, typer.Argument(metavar="STEP", help="a recorded step", show_default=False)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of the run")],
+    step: Annotated[int, typer.Argument(metavar="STEP", help="a recorded step")],
 ) -> None:
     """Make a recorded step again, from the checkpoint before it; exit code 1 unless every bit is the same."""
     from sao.runtime import replay as runtime
@@ -162,11 +140,7 @@ def replay(
 def bench(
     topics: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="TOPIC",
-            help="buffer, pack, advantage, wire, transport or weights; default: all",
-            show_default=False,
-        ),
+        typer.Argument(metavar="TOPIC", help="buffer, pack, advantage, wire, transport or weights; default: all"),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="fewer repetitions, smaller largest sizes")] = False,
     json_file: Annotated[
@@ -182,7 +156,7 @@ def bench(
 @app.command()
 def doctor(
     connect: Annotated[
-        str | None, typer.Option(metavar="ENDPOINT", help="ask the broker there how its run stands", show_default=False)
+        str | None, typer.Option(metavar="ENDPOINT", help="ask the broker there how its run stands")
     ] = None,
     keys: Keys = None,
 ) -> None:
@@ -196,8 +170,7 @@ def doctor(
 def write_keys(
     folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="folder of the keys")] = Path("keys"),
     name: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="a generator with a key of its own; repeat it", show_default=False),
+        list[str] | None, typer.Option(metavar="NAME", help="a generator with a key of its own; repeat it")
     ] = None,
 ) -> None:
     """Make CURVE keys for hosts that may join a run; keys that are there are kept."""
@@ -212,9 +185,7 @@ def write_keys(
 def broker(
     target: Annotated[
         Path,
-        typer.Argument(
-            metavar="RUN.toml|RUN_FOLDER", help="a run to begin, or the folder of one to go on with", show_default=False
-        ),
+        typer.Argument(metavar="RUN.toml|RUN_FOLDER", help="a run to begin, or the folder of one to go on with"),
     ],
     overrides: Overrides = None,
     overwrite: Overwrite = False,
@@ -232,23 +203,20 @@ def learner(
     keys: Keys = None,
     model: LocalModel = None,
     folder: LocalFolder = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="from the newest complete checkpoint in the run folder")
-    ] = False,
+    resume: Resume = False,
     wait: Wait = 60.0,
 ) -> None:
     """Run the learner of a run whose broker is elsewhere; under torchrun, one rank of it."""
     from sao.runtime import hosts
 
-    changes = [*(overrides or []), *_model(model)]
-    code = hosts.learner(connect, changes, keys=keys, folder=folder, resume=resume, wait_s=wait)
-    raise typer.Exit(code)
+    host = hosts.Host(connect, keys, wait, folder, [*(overrides or []), *_model(model)])
+    raise typer.Exit(hosts.learner(host, resume=resume))
 
 
 @app.command()
 def generator(
     connect: Connect,
-    name: Annotated[str, typer.Option(metavar="NAME", help="unique in the run", show_default=False)],
+    name: Annotated[str, typer.Option(metavar="NAME", help="unique in the run")],
     overrides: Overrides = None,
     keys: Keys = None,
     model: LocalModel = None,
@@ -258,8 +226,8 @@ def generator(
     """Run a generator of a run whose broker is elsewhere; more may join and leave at any time."""
     from sao.runtime import hosts
 
-    changes = [*(overrides or []), *_model(model)]
-    raise typer.Exit(hosts.generator(connect, name, changes, keys=keys, folder=folder, wait_s=wait))
+    host = hosts.Host(connect, keys, wait, folder, [*(overrides or []), *_model(model)])
+    raise typer.Exit(hosts.generator(host, name))
 
 
 def _model(path: Path | None) -> list[str]:

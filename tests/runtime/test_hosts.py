@@ -54,7 +54,7 @@ def test_what_is_no_endpoint_is_a_fault_of_usage(command: list[str], endpoint: s
 @pytest.mark.parametrize("section", ["run.seed=1", "algorithm.gamma=0.5", "env.name='x'", "transport.bind='ipc'"])
 def test_what_belongs_to_the_run_is_not_changed_on_another_host(section: str) -> None:
     with pytest.raises(ConfigError, match="belongs to the run, set it where the broker is started"):
-        hosts.generator("tcp://127.0.0.1:1", "g0", [section])
+        hosts.generator(hosts.Host("tcp://127.0.0.1:1", overrides=[section]), "g0")
 
 
 def test_missing_and_open_keys_are_found_before_a_run(tmp_path: Path) -> None:

@@ -1,8 +1,5 @@
 """`sao doctor`: what this installation has, what it lacks and what a run would use. Cleans up after killed runs."""
 
-from __future__ import annotations
-
-import importlib.util
 import json
 import platform
 import shutil
@@ -10,9 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -22,16 +18,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import sao._core
 from sao.envs import registry, sandbox
 from sao.errors import Error
 from sao.runtime import folders, hosts, launch
+from sao.runtime.preflight import installed
 from sao.storage import ownership
 from sao.transport.actor import Actor
 from sao.transport.client import Client
-from sao.transport.messages import Welcome
+from sao.transport.messages import GetSnapshot, Welcome
 from sao.transport.sockets import private_folder
 
 State = Literal["ok", "note", "fault"]
+Finding = tuple[str, State, str]  # what was looked at, how it is, and what was found
 STYLES: dict[State, str] = {"ok": "green", "note": "yellow", "fault": "bold red"}
 GIB = 1 << 30
 TORCH_PROBE_S = 60.0
@@ -61,86 +60,64 @@ print(json.dumps({"gpus": gpus, "cpu": get_cpu_capability(), "threads": torch.ge
 """
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One row: what was looked at, how it is, and what was found."""
-
-    subject: str
-    state: State
-    text: str
-
-
-def show(console: Console | None = None) -> bool:
-    """Prints the table; returns whether training can start here."""
-    found = findings()
-    _table([(Text(one.state, STYLES[one.state]), Text(one.subject, "bold"), Text(one.text)) for one in found], console)
-    return all(finding.state != "fault" for finding in found)
+def show() -> bool:
+    """Prints what every check finds, and removes what killed runs left behind; whether training can start here."""
+    checks = (_python, _torch, _packages, _machine, _sockets, _leftovers)
+    found = [finding for check in checks for finding in check()]
+    _print((Text(state, STYLES[state]), Text(subject, "bold"), Text(text)) for subject, state, text in found)
+    return all(state != "fault" for _, state, _ in found)
 
 
-def show_run(endpoint: str, keys: Path | None = None, console: Console | None = None) -> bool:
+def show_run(endpoint: str, keys: Path | None = None) -> bool:
     """Prints how the run of the broker at `endpoint` stands and who waits for what; whether it is going on.
 
     Raises `Error` that says why there is no answer.
     """
-    found = hosts.snapshot(endpoint, "doctor", keys=keys, wait_s=RUN_PROBE_S)
-    values = {name: Text("-" if value is None else json.dumps(value)) for name, value in found.items()}
-    _table([(Text(name.replace("_", " "), "bold"), value) for name, value in values.items()], console)
+    found = hosts.ask(hosts.Host(endpoint, keys, RUN_PROBE_S), GetSnapshot(), "doctor")
+    values = {name.replace("_", " "): "-" if value is None else json.dumps(value) for name, value in found.items()}
+    _print((Text(name, "bold"), Text(value)) for name, value in values.items())
     return not (found.get("done") or {}).get("failed")
 
 
-def _table(rows: Sequence[tuple[Text, ...]], console: Console | None) -> None:
+def _print(rows: Iterable[tuple[Text, ...]]) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for row in rows:
         table.add_row(*row)
-    (console or Console(highlight=False)).print(table)
-
-
-def findings() -> list[Finding]:
-    """All checks in order. Removes what killed runs left behind."""
-    checks = (_python, _torch, _packages, _sandbox, _machine, _sockets, _leftovers)
-    return [finding for check in checks for finding in check()]
+    Console(highlight=False).print(table)
 
 
 def _python() -> Iterator[Finding]:
-    text = f"{platform.python_version()} ({sys.executable}), {platform.system()} {platform.machine()}"
-    yield Finding("python", "ok", text)
-    try:
-        import sao._core
-
-        yield Finding("sao", "ok", f"{version('sao')}, core {sao._core.__file__}")
-    except ImportError as error:
-        yield Finding("sao", "fault", f"the native core does not load ({error}): maturin develop --release")
+    yield "python", "ok", f"{platform.python_version()} ({sys.executable}), {platform.system()} {platform.machine()}"
+    yield "sao", "ok", f"{version('sao')}, core {sao._core.__file__}"
 
 
 def _torch() -> Iterator[Finding]:
-    if not _installed("torch"):
-        yield Finding("torch", "fault", "not installed: pip install 'sao[train]'")
+    if not installed("torch"):
+        yield "torch", "fault", "not installed: pip install 'sao[train]'"
         return
+    command = [sys.executable, "-c", _TORCH_PROBE]
     try:
-        probe = subprocess.run(
-            [sys.executable, "-c", _TORCH_PROBE], capture_output=True, text=True, timeout=TORCH_PROBE_S, check=True
-        )
+        probe = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_PROBE_S, check=True)
         has = json.loads(probe.stdout)
     except (subprocess.SubprocessError, ValueError) as error:
         detail = getattr(error, "stderr", "") or str(error)
-        yield Finding("torch", "fault", f"{version('torch')} does not import: {detail.strip().splitlines()[-1]}")
+        yield "torch", "fault", f"{version('torch')} does not import: {detail.strip().splitlines()[-1]}"
         return
-    yield Finding("torch", "ok", f"{version('torch')}, {has['threads']} threads by default")
-    yield Finding("devices", "ok", ", ".join(has["gpus"]) or f"CPU ({has['cpu']}), no GPU")
-    engines = "torch, vllm" if _installed("vllm") else "torch"
-    yield Finding("engines", "ok", f"{engines}; attention of the learner, best first: {', '.join(has['attention'])}")
+    yield "torch", "ok", f"{version('torch')}, {has['threads']} threads by default"
+    yield "devices", "ok", ", ".join(has["gpus"]) or f"CPU ({has['cpu']}), no GPU"
+    engines = "torch, vllm" if installed("vllm") else "torch"
+    yield "engines", "ok", f"{engines}; attention of the learner, best first: {', '.join(has['attention'])}"
 
 
 def _packages() -> Iterator[Finding]:
-    yield Finding("pyzmq", "ok", version("pyzmq"))
+    yield "pyzmq", "ok", version("pyzmq")
     for package, without in OPTIONAL.items():
-        here = _installed(package)
-        yield Finding(package, "ok" if here else "note", _version(package) if here else without)
-    yield Finding("environments", "ok", ", ".join(registry.names()))
-
-
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+        here = installed(package)
+        yield package, "ok" if here else "note", _version(package) if here else without
+    yield "environments", "ok", ", ".join(registry.names())
+    path, found = sandbox.bubblewrap()
+    text = f"{found} ({path})" if path else f"environment 'workspace' refuses to run scripts: {found}"
+    yield "sandbox", "ok" if path else "note", text
 
 
 def _version(package: str) -> str:
@@ -150,24 +127,16 @@ def _version(package: str) -> str:
     return "installed"
 
 
-def _sandbox() -> Iterator[Finding]:
-    path, found = sandbox.bubblewrap()
-    if path is not None:
-        yield Finding("sandbox", "ok", f"{found} ({path})")
-    else:
-        yield Finding("sandbox", "note", f"environment 'workspace' refuses to run scripts: {found}")
-
-
 def _machine() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
-    yield Finding("cpus", "ok", f"{launch.available_cpus()} usable of {psutil.cpu_count()}")
-    yield Finding("memory", "ok", f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB")
+    yield "cpus", "ok", f"{launch.available_cpus()} usable of {psutil.cpu_count()}"
+    yield "memory", "ok", f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB"
     if not folders.SHARED_MEMORY.is_dir():
-        yield Finding("shared memory", "note", "no /dev/shm: weights go through the run folder")
+        yield "shared memory", "note", "no /dev/shm: weights go through the run folder"
         return
     free = shutil.disk_usage(folders.SHARED_MEMORY).free
     text = f"{free / GIB:.1f} GiB free; four copies of the weights must fit"
-    yield Finding("shared memory", "ok" if free > GIB else "note", text)
+    yield "shared memory", "ok" if free > GIB else "note", text
 
 
 def _sockets() -> Iterator[Finding]:
@@ -184,16 +153,16 @@ def _reachable(kind: str, endpoint: str) -> Finding:
     try:
         actor = Actor(endpoint, on_join=lambda peer: Welcome(), on_leave=lambda peer, reason: None)
     except Error as error:
-        return Finding(kind, "fault", str(error))
+        return kind, "fault", str(error)
     served = threading.Thread(target=actor.run, daemon=True)
     served.start()
     try:
         with Client(actor.endpoint, role="supervisor", name="doctor") as client:
             started_s = time.perf_counter()
             client.connect(deadline_s=5.0)
-            return Finding(kind, "ok", f"answer in {1000 * (time.perf_counter() - started_s):.1f} ms")
+            return kind, "ok", f"answer in {1000 * (time.perf_counter() - started_s):.1f} ms"
     except Error as error:
-        return Finding(kind, "fault", str(error))
+        return kind, "fault", str(error)
     finally:
         actor.stop()
         served.join(timeout=5.0)
@@ -202,4 +171,4 @@ def _reachable(kind: str, endpoint: str) -> Finding:
 
 def _leftovers() -> Iterator[Finding]:
     if gone := ", ".join(map(str, folders.remove_stale())):
-        yield Finding("leftovers", "note", f"removed {gone}, left by runs that were killed")
+        yield "leftovers", "note", f"removed {gone}, left by runs that were killed"

@@ -1,10 +1,8 @@
 """Held-out success of a model folder: the engine, environment and tasks of a run in this process, without a broker."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sao.broker.tasks import task_seed
 from sao.config import Config
@@ -16,8 +14,7 @@ from sao.runtime import preflight
 from sao.telemetry.metrics import wilson
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """Rewards of the episodes that were scored, and how many failed, by reason: a failure is no reward."""
 
     rewards: tuple[float, ...]
@@ -29,14 +26,10 @@ class Result:
         if not n:
             return f"held-out success: none of the episodes was scored; failed: {self.failures}"
         low, high = wilson(self.successes, n)
-        mean = sum(self.rewards) / n
-        lines = [
-            f"held-out success {self.successes / n:.3f} (95% between {low:.3f} and {high:.3f}, n = {n})",
-            f"mean reward {mean:.4f}",
-        ]
-        if self.failures:
-            lines.append("failed: " + ", ".join(f"{reason} {count}" for reason, count in self.failures.items()))
-        return "\n".join(lines)
+        text = f"held-out success {self.successes / n:.3f} (95% between {low:.3f} and {high:.3f}, n = {n})\n"
+        text += f"mean reward {sum(self.rewards) / n:.4f}"
+        failed = ", ".join(f"{reason} {count}" for reason, count in self.failures.items())
+        return f"{text}\nfailed: {failed}" if failed else text
 
 
 def evaluate(config: Config) -> Result:
@@ -66,12 +59,11 @@ async def _play_all(config: Config, player: Player) -> Result:
                 if not limit.expired():
                     raise
                 failures["deadline"] += 1
-                return
             except EnvironmentFailure as failure:
                 failures[failure.reason] += 1
-                return
-            assert trajectory.reward is not None
-            rewards.append(trajectory.reward)
+            else:
+                assert trajectory.reward is not None
+                rewards.append(trajectory.reward)
 
     try:
         await player.start()

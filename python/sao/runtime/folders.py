@@ -4,18 +4,17 @@ Both private folders are called `sao-...`, have mode 0700 and hold a file `owner
 removes its own; what a killed run left is found by `stale` and removed by the next `sao train` or `sao doctor`.
 """
 
-from __future__ import annotations
-
 import fcntl
+import itertools
 import os
 import shutil
 import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from sao.errors import ConfigError
 from sao.storage.ownership import PREFIX, own, owner
@@ -26,8 +25,7 @@ HOLD_S = 30.0  # for processes of an earlier start to end
 SOCKETS = Path("/tmp")  # not TMPDIR: a socket's path may have 107 bytes at most
 
 
-@dataclass(frozen=True)
-class Private:
+class Private(NamedTuple):
     """The private folders of a run."""
 
     sockets: Path
@@ -54,8 +52,7 @@ def make_run_folder(folder: Path, *, overwrite: bool) -> None:
 
     Only a folder that holds a run (its config.json) is ever emptied.
     """
-    fault = run_folder_fault(folder, overwrite=overwrite)
-    if fault:
+    if fault := run_folder_fault(folder, overwrite=overwrite):
         raise ConfigError(fault)
     if folder.exists():
         lock = hold(folder)
@@ -99,21 +96,20 @@ def hold(folder: Path, wait_s: float = HOLD_S, on_wait: Callable[[], None] = lam
     waited for, after one call of `on_wait`. Raises `ConfigError` when it has not ended after `wait_s`.
     """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    deadline, waiting = time.monotonic() + wait_s, False
-    while True:
+    deadline = time.monotonic() + wait_s
+    for attempt in itertools.count():
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return handle
         except BlockingIOError:
-            if time.monotonic() > deadline:
-                os.close(handle)
-                raise ConfigError(
-                    f"run.name: {folder} is in use: processes of an earlier start have not ended within {wait_s:g} s"
-                ) from None
-            if not waiting:
+            if attempt == 0:
                 on_wait()
-            waiting = True
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.1)
+    os.close(handle)
+    text = f"processes of an earlier start have not ended within {wait_s:g} s"
+    raise ConfigError(f"run.name: {folder} is in use: {text}")
 
 
 def stale() -> list[Path]:
@@ -121,13 +117,10 @@ def stale() -> list[Path]:
     found = []
     for base in dict.fromkeys((SHARED_MEMORY, SOCKETS, Path(tempfile.gettempdir()))):  # the last one is also vLLM's
         for folder in sorted(base.glob(f"{PREFIX}*")) if base.is_dir() else []:
-            try:
+            with suppress(FileNotFoundError):  # another process was faster
                 status = folder.lstat()
-                ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-                if ours and owner(folder) == 0:
+                if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and owner(folder) == 0:
                     found.append(folder)
-            except FileNotFoundError:  # another process was faster
-                continue
     return found
 
 

@@ -5,8 +5,6 @@ keys: they ask the broker for the configuration, check it, put in what differs o
 keys, threads), and start the actor as `sao train` would. Its exit code is theirs.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -16,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from sao import config as configuration
 from sao.config import Config
@@ -27,14 +25,28 @@ from sao.runtime.processes import Command, Family, on_signals
 from sao.runtime.supervisor import EXIT_FAILED, EXIT_INTERRUPTED
 from sao.transport.client import Client
 from sao.transport.keys import VISITOR, client_keys
-from sao.transport.messages import GetConfig, GetSnapshot, Message, RunConfig, Snapshot
+from sao.transport.messages import GetConfig, GetSnapshot, RunConfig, Snapshot
 from sao.transport.sockets import Limits, check_endpoint
 
 ASK_S: Final = 20.0  # for one answer of the broker
 END_S: Final = 5.0  # beyond transport.shutdown_s, before an actor that was asked to end is killed
 # What may differ from host to host; all else is the run's.
-LOCAL: Final = ("model.path", "compaction.summariser", "learner.critic_path", "transport.keys")
-LOCAL_SECTIONS: Final = ("generator.", "learner.threads", "transport.weights_bind", "telemetry.")
+LOCAL: Final = (
+    *("model.path", "compaction.summariser", "learner.critic_path", "transport.keys"),
+    *("generator.", "learner.threads", "transport.weights_bind", "telemetry."),
+)
+
+
+class Host(NamedTuple):
+    """What this host knows of the run: the broker's endpoint, its keys, how long to wait for an answer, the folder for
+    the run's files here (None: as in the configuration) and what else differs here.
+    """
+
+    endpoint: str
+    keys: Path | None = None
+    wait_s: float = 60.0
+    folder: Path | None = None
+    overrides: Sequence[str] = ()
 
 
 def broker(target: Path, overrides: Sequence[str] = (), *, overwrite: bool = False) -> int:
@@ -55,39 +67,22 @@ def broker(target: Path, overrides: Sequence[str] = (), *, overwrite: bool = Fal
     return train.train(config, overwrite=overwrite, resume=resume, alone=True)
 
 
-def generator(
-    endpoint: str,
-    name: str,
-    overrides: Sequence[str] = (),
-    *,
-    keys: Path | None = None,
-    folder: Path | None = None,
-    wait_s: float = 60.0,
-) -> int:
-    """Runs one generator that joins the broker at `endpoint`; returns its exit code. Raises `ConfigError`, `Error`."""
-    config, places = _prepare(endpoint, name, overrides, keys, folder, wait_s)
+def generator(host: Host, name: str) -> int:
+    """Runs one generator that joins the broker; returns its exit code. Raises `ConfigError`, `Error`."""
+    config, places = _prepare(host, name)
     preflight.check(config, role="generator")
     # A number that no process of this name had before: its draws are new, and what is left of an earlier one is fenced.
     incarnation = int(time.time() * 1000)
     return _run(config, places, lambda places: launch.generator(config, places, 0, incarnation, name))
 
 
-def learner(
-    endpoint: str,
-    overrides: Sequence[str] = (),
-    *,
-    keys: Path | None = None,
-    folder: Path | None = None,
-    resume: bool = False,
-    wait_s: float = 60.0,
-) -> int:
+def learner(host: Host, *, resume: bool = False) -> int:
     """Runs the learner, or under torchrun one rank of it; returns its exit code. Raises `ConfigError`, `Error`.
 
     `resume`: from the newest complete checkpoint in the run folder, where the broker goes on, too.
     """
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    name = "learner" if ranks == 1 else f"learner-{rank}"
-    config, places = _prepare(endpoint, name, overrides, keys, folder, wait_s)
+    config, places = _prepare(host, "learner" if ranks == 1 else f"learner-{rank}")
     if (wanted := config.learner.ranks) != ranks:
         command = f"torchrun --nproc-per-node {wanted} -m sao.cli learner ..."
         raise ConfigError(f"learner.ranks: {wanted}, here are {ranks}; start them: {command}")
@@ -99,62 +94,41 @@ def learner(
     return _run(config, places, lambda places: launch.learner(config, places, rank, torchrun))
 
 
-def snapshot(endpoint: str, name: str, *, keys: Path | None = None, wait_s: float = 60.0) -> dict[str, Any]:
-    """The state of the run of the broker at `endpoint`. Raises as `_ask` does."""
-    answer = _ask(endpoint, GetSnapshot(), name, keys, wait_s)
-    assert isinstance(answer, Snapshot)
-    return answer.tree
+def ask(host: Host, question: GetConfig | GetSnapshot, name: str) -> dict[str, Any]:
+    """The broker's answer to a visitor: the run's configuration or state.
 
-
-def _ask(endpoint: str, question: GetConfig | GetSnapshot, name: str, keys: Path | None, wait_s: float) -> Message:
-    """The answer of the broker at `endpoint` to a visitor.
-
-    Raises `ConfigError` for what is no endpoint, `Error` that says why there is no answer within `wait_s`.
+    Raises `ConfigError` for what is no endpoint, `Error` that says why there is no answer within `host.wait_s`.
     """
     try:
-        check_endpoint(endpoint)
+        check_endpoint(host.endpoint)
     except TransportError as error:
         raise ConfigError(f"--connect: {error}") from None
-    visitor = f"{name}@{socket.gethostname()}-{os.getpid()}"
-    with Client(
-        endpoint,
-        role=VISITOR,
-        name=visitor,
-        keys=client_keys(keys, endpoint, VISITOR, name),
-        limits=Limits(peer_timeout_s=ASK_S),
-    ) as client:
-        client.connect(deadline_s=wait_s)
-        return client.call(question, deadline_s=ASK_S).result()
+    keys = client_keys(host.keys, host.endpoint, VISITOR, name)
+    visitor, limits = f"{name}@{socket.gethostname()}-{os.getpid()}", Limits(peer_timeout_s=ASK_S)
+    with Client(host.endpoint, role=VISITOR, name=visitor, keys=keys, limits=limits) as client:
+        client.connect(deadline_s=host.wait_s)
+        answer = client.call(question, deadline_s=ASK_S).result()
+        assert isinstance(answer, RunConfig | Snapshot)
+        return answer.tree
 
 
-def _prepare(
-    endpoint: str, name: str, overrides: Sequence[str], keys: Path | None, folder: Path | None, wait_s: float
-) -> tuple[Config, launch.Places]:
+def _prepare(host: Host, name: str) -> tuple[Config, launch.Places]:
     """The run's configuration for this host, also written to a file for the actor, and its places."""
-    foreign = [item for item in overrides if not _local(item.partition("=")[0].strip())]
-    if foreign:
-        raise ConfigError(
-            f"override {foreign[0]!r}: belongs to the run, set it where the broker is started; here {', '.join(LOCAL)} "
-            f"and {', '.join(LOCAL_SECTIONS)} may differ"
-        )
-    answer = _ask(endpoint, GetConfig(), name, keys, wait_s)
-    assert isinstance(answer, RunConfig)
-    source = f"configuration of the broker at {endpoint}"
-    data = configuration.parse(answer.tree, source=source).model_dump()
-    data["transport"]["keys"] = None if keys is None else str(keys.resolve())
-    if keys is None:
+    if foreign := [item for item in host.overrides if not item.strip().startswith(LOCAL)]:
+        text = "belongs to the run, set it where the broker is started; here may differ"
+        raise ConfigError(f"override {foreign[0]!r}: {text} {', '.join(LOCAL)}")
+    source = f"configuration of the broker at {host.endpoint}"
+    data = configuration.parse(ask(host, GetConfig(), name), source=source).model_dump()
+    data["transport"]["keys"] = None if host.keys is None else str(host.keys.resolve())
+    if host.keys is None:
         data["transport"]["allow_remote"] = True  # the broker has decided that
-    config = configuration.parse(data, overrides, source=source)
-    run_folder = (folder or config.folder).resolve()
+    config = configuration.parse(data, host.overrides, source=source)
+    run_folder = (host.folder or config.folder).resolve()
     file = run_folder / "hosts" / f"{name}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     configuration.save(config, file)
-    print(f"{name} of run {config.run.name!r} at {endpoint}; configuration: {file}", flush=True)
-    return config, launch.Places(run_folder, Path(), Path(), endpoint, config=file)
-
-
-def _local(key: str) -> bool:
-    return key in LOCAL or key.startswith(LOCAL_SECTIONS)
+    print(f"{name} of run {config.run.name!r} at {host.endpoint}; configuration: {file}", flush=True)
+    return config, launch.Places(run_folder, Path(), Path(), host.endpoint, config=file)
 
 
 def _run(config: Config, places: launch.Places, make: Callable[[launch.Places], Command]) -> int:
@@ -163,7 +137,7 @@ def _run(config: Config, places: launch.Places, make: Callable[[launch.Places], 
 
     def end(number: int, _frame: FrameType | None) -> None:
         asked.append(number)
-        child.send(signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
+        child.send_signal(signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
         signal.setitimer(signal.ITIMER_REAL, config.transport.shutdown_s + END_S)
 
     for stale in folders.remove_stale():

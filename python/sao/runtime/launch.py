@@ -1,12 +1,10 @@
 """The commands of a run: which processes are started, with which arguments and thread counts."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from sao.config import Config
 from sao.runtime.processes import Command
@@ -17,28 +15,22 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 @dataclass(frozen=True)
 class Places:
-    """The places at which the actors of a run find each other and their files."""
+    """The places at which the actors of a run find each other and their files, and where the run goes on."""
 
     run_folder: Path
     weights_folder: Path
     store: Path
     endpoint: str
-    config: Path | None = None
-    """The configuration of an actor on another host; those of `sao train` read the run folder's."""
-    lock: int | None = None
-    """Handle by which the actors hold the run folder."""
-    start: int = 0
-    """Starts of this run before this one."""
+    config: Path | None = None  # of an actor on another host; those of `sao train` read the run folder's
+    lock: int | None = None  # handle by which the actors hold the run folder
+    start: int = 0  # starts of this run before this one
     resume_step: int | None = None
     checkpoint: Path | None = None
-    """The start of a resumed run."""
-    returns: int = 0
-    """Times that the learner has lost steps in this start of the run."""
-    alone: bool = False
-    """Only the broker is started here; learner and generators join from elsewhere."""
+    returns: int = 0  # times that the learner has lost steps in this start of the run
+    alone: bool = False  # only the broker is started here; learner and generators join from elsewhere
 
     @classmethod
-    def of(cls, config: Config, sockets_folder: Path, weights_folder: Path, **more: Any) -> Places:
+    def of(cls, config: Config, sockets_folder: Path, weights_folder: Path, **more: Any) -> Self:
         """The places of a run whose private folders are given; `more`: the fields that have defaults."""
         endpoint = f"ipc://{sockets_folder / 'broker'}" if config.transport.bind == "ipc" else config.transport.bind
         return cls(config.folder.resolve(), weights_folder, sockets_folder / "ranks", endpoint, **more)
@@ -55,10 +47,10 @@ class Places:
 
 def broker(config: Config, places: Places) -> Command:
     """The broker."""
-    resume: tuple[str, ...] = ()
+    resume: tuple[Any, ...] = ()
     if places.resume_step is not None:
-        resume = ("--resume-step", str(places.resume_step), "--line", str(places.number(places.returns)))
-    return _command("broker", "broker", (*_module("sao.broker", places), *resume), _environment(1), places)
+        resume = ("--resume-step", places.resume_step, "--line", places.number(places.returns))
+    return _command(places, "broker", "broker", 1, resume)
 
 
 def generator(config: Config, places: Places, index: int, incarnation: int, name: str = "") -> Command:
@@ -67,10 +59,9 @@ def generator(config: Config, places: Places, index: int, incarnation: int, name
     It gets a number that no process of its name had before, in any start of the run, so its draws are new.
     """
     name = name or f"g{index}"
-    own_weights = ("--weights-folder", str(places.weights_folder)) if places.config else ()
-    argv = (*_module("sao.generator", places), "--name", name, "--index", str(index), *own_weights)
-    argv += ("--incarnation", str(places.number(incarnation)))
-    return _command("generator", name, argv, _environment(config.generator.threads), places)
+    own_weights = ("--weights-folder", places.weights_folder) if places.config else ()
+    more = ("--name", name, "--index", index, *own_weights, "--incarnation", places.number(incarnation))
+    return _command(places, "generator", name, config.generator.threads, more)
 
 
 def learner(config: Config, places: Places, rank: int, torchrun: bool = False) -> Command:
@@ -80,17 +71,16 @@ def learner(config: Config, places: Places, rank: int, torchrun: bool = False) -
     With `torchrun`, which has set them already, ranks meet where and over which networks it says.
     """
     ranks = config.learner.ranks
-    name = "learner" if ranks == 1 else f"learner-{rank}"
-    argv = (*_module("sao.learner", places), "--weights-folder", str(places.weights_folder))
-    environment = _environment(config.learner.threads)
+    variables: dict[str, Any] = {}
+    more: tuple[Any, ...] = ("--weights-folder", places.weights_folder)
     if not torchrun:
-        argv += ("--store", str(places.store))
+        more += ("--store", places.store)
         variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        environment |= {key: str(value) for key, value in variables.items()}
-        environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     if places.checkpoint:
-        argv += ("--checkpoint", str(places.checkpoint))
-    return _command("learner", name, argv, environment, places)
+        more += ("--checkpoint", places.checkpoint)
+    name = "learner" if ranks == 1 else f"learner-{rank}"
+    return _command(places, "learner", name, config.learner.threads, more, **variables)
 
 
 def everything(config: Config, places: Places) -> list[Command]:
@@ -107,14 +97,13 @@ def available_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _command(role: str, name: str, argv: tuple[str, ...], environment: dict[str, str], places: Places) -> Command:
-    return Command(role, name, argv, environment, () if places.lock is None else (places.lock,))
+def _command(places: Places, role: str, name: str, threads: int, more: tuple[Any, ...], **variables: Any) -> Command:
+    argv = (*_module(f"sao.{role}", places), *map(str, more))
+    environment = dict.fromkeys(THREAD_VARIABLES, threads) | variables
+    environment |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"}
+    handles = () if places.lock is None else (places.lock,)
+    return Command(role, name, argv, {name: str(value) for name, value in environment.items()}, handles)
 
 
 def _module(module: str, places: Places) -> tuple[str, ...]:
     return (sys.executable, "-m", module, *places.arguments())
-
-
-def _environment(threads: int) -> dict[str, str]:
-    counts = {name: str(threads) for name in THREAD_VARIABLES}
-    return counts | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"}

@@ -3,8 +3,6 @@
 What can be known from the configuration alone is checked in `sao.config`; who uses a value later does not check again.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import socket
@@ -62,7 +60,7 @@ def _metrics_port(config: Config) -> Iterator[str]:
     port = config.telemetry.prometheus_port
     if port is None:
         return
-    if not _installed("prometheus_client"):
+    if not installed("prometheus_client"):
         extra = "install the extra: pip install 'sao[tracking]'"
         yield f"telemetry.prometheus_port: needs prometheus_client, not installed; {extra}"
         return
@@ -75,10 +73,10 @@ def _metrics_port(config: Config) -> Iterator[str]:
 def _packages(config: Config) -> Iterator[str]:
     engine = config.generator.engine
     extra, needed = ("vllm", (*PACKAGES, "vllm")) if engine == "vllm" else ("train", PACKAGES)
-    if absent := ", ".join(name for name in needed if not _installed(name)):
+    if absent := ", ".join(name for name in needed if not installed(name)):
         install = f"install the extra: pip install 'sao[{extra}]'"
         yield f"generator.engine: {engine!r} needs {absent}, not installed; {install}"
-    if config.telemetry.wandb and not _installed("wandb"):
+    if config.telemetry.wandb and not installed("wandb"):
         yield "telemetry.wandb: needs wandb, not installed; pip install wandb"
 
 
@@ -123,7 +121,7 @@ def _environment(config: Config) -> Iterator[str]:
         yield f"env.args: {name!r} refused {args}: {type(error).__name__}: {error}"
         return
     if hasattr(made, "play"):
-        if not _installed("aiohttp"):
+        if not installed("aiohttp"):
             yield f"env.name: {name!r}: agents need pip install 'sao[agents]'"
         if config.compaction.enabled:
             yield f"compaction.enabled: {name!r} is an agent, which keeps its own context"
@@ -150,7 +148,7 @@ def compaction(config: Config) -> Iterator[str]:
 
 def _tokens(folder: Path, text: str) -> int | None:
     """Length of a text under the folder's tokenizer; None when that cannot be known here."""
-    if not _installed("tokenizers") or not (folder / "tokenizer.json").is_file():
+    if not installed("tokenizers") or not (folder / "tokenizer.json").is_file():
         return None
     from tokenizers import Tokenizer  # of the extra `train`; loads neither torch nor transformers
 
@@ -169,11 +167,12 @@ def _warnings(config: Config) -> Iterator[str]:
     if transport.allow_remote and transport.keys is None:
         yield f"transport.bind: {transport.bind} is open to the network; peers are not authenticated"
     left_out = "is not installed, so it is left out; pip install 'sao[tracking]'"
-    if telemetry.tensorboard and not _installed("tensorboard"):
+    if telemetry.tensorboard and not installed("tensorboard"):
         yield f"telemetry.tensorboard: tensorboard {left_out}"
-    if telemetry.plot and not _installed("matplotlib"):
+    if telemetry.plot and not installed("matplotlib"):
         yield f"telemetry.plot: matplotlib {left_out}"
 
 
-def _installed(package: str) -> bool:
+def installed(package: str) -> bool:
+    """Whether a package is here; it is not imported."""
     return importlib.util.find_spec(package) is not None

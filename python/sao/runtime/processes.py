@@ -1,7 +1,5 @@
 """Child processes of a run: started in their own session, watched, and ended with everything that they started."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
@@ -13,6 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Self
 
 import psutil
 
@@ -33,16 +32,15 @@ class Command:
     handles: tuple[int, ...] = ()  # open files that it inherits
 
 
-class Child:
-    """A running process; started by `Family.start`."""
+class Child(subprocess.Popen[bytes]):
+    """A running process; started by `Family.start`. Its id is also that of its session and process group."""
 
-    def __init__(self, command: Command, log: Path | None, on_exit: Callable[[Child], None]) -> None:
-        self.command = command
-        self._log, self._log_start_bytes = log, 0
+    def __init__(self, command: Command, log: Path | None, on_exit: Callable[[Self], None]) -> None:
+        self.command, self._log, self._log_start_bytes = command, log, 0
         with log.open("ab") if log else nullcontext() as output:
             if output:
                 self._log_start_bytes = output.tell()
-            self._process = subprocess.Popen(
+            super().__init__(
                 under_parent(command.argv),
                 env=os.environ | command.environment,
                 stdin=subprocess.DEVNULL,
@@ -53,26 +51,14 @@ class Child:
             )
         threading.Thread(target=self._watch, args=(on_exit,), daemon=True).start()
 
-    def _watch(self, on_exit: Callable[[Child], None]) -> None:
-        self._process.wait()
+    def _watch(self, on_exit: Callable[[Self], None]) -> None:
+        self.wait()
         on_exit(self)
-
-    @property
-    def pid(self) -> int:
-        """Process id; also the id of its session and process group."""
-        return self._process.pid
-
-    @property
-    def exit_code(self) -> int | None:
-        """The exit code (negative: minus the signal), None while it runs."""
-        return self._process.poll()
 
     @property
     def how_it_ended(self) -> str:
         """`exit code 3` or `killed by SIGKILL`."""
-        code = self.exit_code
-        if code is None:
-            return "still running"
+        code: int = self.returncode
         return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
     def last_lines(self, count: int = 15, at_most_bytes: int = 16384) -> str:
@@ -84,15 +70,6 @@ class Child:
             file.seek(max(self._log_start_bytes, end_bytes - at_most_bytes))
             text = file.read().decode("utf-8", "replace")
         return "\n".join(text.splitlines()[-count:])
-
-    def wait(self, timeout_s: float | None = None) -> int:
-        """Waits for the end and returns `exit_code`. Raises `subprocess.TimeoutExpired`."""
-        return self._process.wait(timeout_s)
-
-    def send(self, number: int) -> None:
-        """Sends a signal, unless it has ended."""
-        with suppress(ProcessLookupError):
-            self._process.send_signal(number)
 
     def kill_session(self) -> None:
         """SIGKILL to all processes in its session, also after it has ended itself."""
@@ -113,7 +90,7 @@ class Family:
     def __init__(self) -> None:
         self._children: list[Child] = []
 
-    def __enter__(self) -> Family:
+    def __enter__(self) -> Self:
         if sys.platform == "linux":  # orphans of our descendants become our own children: none can slip away
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._others = set(_descendants())
@@ -131,7 +108,7 @@ class Family:
     def terminate(self) -> None:
         """SIGTERM to the children that still run."""
         for child in self._children:
-            child.send(signal.SIGTERM)
+            child.terminate()
 
     def __exit__(self, *_: object) -> None:
         _kill(lambda: [process for process in _descendants() if process not in self._others])

@@ -1,7 +1,5 @@
 """`sao replay RUN STEP`: a recorded step alone, from the checkpoint before it, and whether it gives the same bits."""
 
-from __future__ import annotations
-
 import json
 import queue
 import sys
@@ -116,7 +114,7 @@ def _run(config: Config, paths: list[Path], checkpoint: Checkpoint | None) -> li
                 child = ended.get(timeout=LIMIT_S)
             except queue.Empty:
                 raise LearnerError(f"the replay was not done within {LIMIT_S:g} s and was ended") from None
-            if child.exit_code != 0:
+            if child.returncode != 0:
                 raise LearnerError(f"the replay failed ({child.how_it_ended}): {child.last_lines(1)}")
         found: list[dict[str, Any]] = json.loads(report.read_text())
         return found

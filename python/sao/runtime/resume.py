@@ -4,13 +4,10 @@ The ledger says which tasks were trained in which step, the checkpoint which tas
 agree; steps after the checkpoint are lost and their tasks are played again (the broker takes them back in the ledger).
 """
 
-from __future__ import annotations
-
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sao._core import ledger_history
 from sao.config import Config
@@ -33,21 +30,22 @@ MAY_CHANGE = {
 ALL_MAY_CHANGE = {"generator", "staleness", "buffer", "eval", "transport", "telemetry", "value_pretraining"}
 
 
-@dataclass(frozen=True)
-class Resume:
-    """The point from which a run goes on.
-
-    `checkpoint`: None when none was saved; it then starts from the start policy, at step 0.
-    """
+class Resume(NamedTuple):
+    """The point from which a run goes on."""
 
     start: int  # starts of this run before this one
     step: int
     version: int
-    checkpoint: Path | None
+    checkpoint: Path | None  # None when none was saved: from the start policy, at step 0
     lost_steps: int
     ignored: list[tuple[Path, str]]
     finished: str  # why there is nothing left to do; empty when there is
     tidied: tuple[str, ...] = ()  # what a killed writer had begun and was ended, as text
+
+    @property
+    def record(self) -> dict[str, int]:
+        """What `metrics.jsonl` says of it."""
+        return {"step": self.step, "version": self.version, "lost_steps": self.lost_steps}
 
 
 def faults(config: Config) -> list[str]:
@@ -60,10 +58,10 @@ def faults(config: Config) -> list[str]:
     if pid := ownership.owner(folder):
         return [f"run.name: {folder} is in use by process {pid}"]
     found = []
-    for section, values in config.model_dump(mode="json").items():
+    for section, values in config.model_dump(mode="json", exclude=ALL_MAY_CHANGE).items():
         for key, value in values.items():
             old = before.get(section, {}).get(key, value)
-            if old != value and section not in ALL_MAY_CHANGE and key not in MAY_CHANGE.get(section, ()):
+            if old != value and key not in MAY_CHANGE.get(section, ()):
                 found.append(f"{section}.{key}: {value!r} contradicts the run that is resumed, which has {old!r}")
     return found
 
@@ -79,15 +77,12 @@ def find(config: Config, run_folder: Path, *, tidy: bool = False) -> Resume:
     tidied = tuple(checkpoints.tidy(folder)) if tidy else ()
     checkpoint, ignored = checkpoints.newest(folder, lambda found: _agree(ledger, found))
     if checkpoint is None and ignored:
-        reasons = "\n".join(reason for _, reason in ignored)
-        raise CheckpointError(
-            f"none of the checkpoints in {folder} can be resumed; remove them to begin at step 0\n{reasons}"
-        )
-    step, version = (checkpoint.step, checkpoint.version) if checkpoint else (0, 0)
+        reasons = [reason for _, reason in ignored]
+        text = f"none of the checkpoints in {folder} can be resumed; remove them to begin at step 0"
+        raise CheckpointError("\n".join([text, *reasons]))
+    step, version, path = (checkpoint.step, checkpoint.version, checkpoint.path) if checkpoint else (0, 0, None)
     lost = _lost(ledger, step) if ledger.exists() else 0
-    path = checkpoint.path if checkpoint else None
-    finished = _finished(config, run_folder, step)
-    return Resume(_starts(run_folder), step, version, path, lost, ignored, finished, tidied)
+    return Resume(_starts(run_folder), step, version, path, lost, ignored, _finished(config, run_folder, step), tidied)
 
 
 def begin(resume: Resume, run_folder: Path) -> list[str]:

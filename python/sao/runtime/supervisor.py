@@ -5,8 +5,6 @@ into its inbox, and it makes these calls one after the other. Whatever ends the 
 message asks all to stop, then SIGTERM, then SIGKILL to the whole family.
 """
 
-from __future__ import annotations
-
 import queue
 import signal
 import threading
@@ -15,11 +13,11 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from msgspec import structs
 
@@ -50,8 +48,7 @@ EXIT_DONE, EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 0, 1, 2, 130
 Report = Callable[[str, dict[str, Any]], None]
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The end of a run: the exit code of `sao train` and the reason."""
 
     exit_code: int
@@ -239,14 +236,14 @@ class Supervisor:
         if not removed:
             del self._running[name]
         if self._outcome is not None:
-            if role == "learner" and child.exit_code != 0 and self._outcome.exit_code == EXIT_DONE:
+            if role == "learner" and child.returncode != 0 and self._outcome.exit_code == EXIT_DONE:
                 text = f"{self._outcome.reason}; but the {name} failed at the end ({child.how_it_ended}); last lines:"
                 self._outcome = Outcome(EXIT_FAILED, f"{text}\n{child.last_lines()}")
             return
         child.kill_session()  # what it started must not outlive it
         if removed:
             return
-        if child.exit_code == 0 and role != "generator":
+        if child.returncode == 0 and role != "generator":
             # Regular. The learner may leave while a last evaluation goes on, the broker watches over that; after the
             # broker itself only its message that the run is done can be on its way.
             if role == "broker":
@@ -262,7 +259,7 @@ class Supervisor:
 
     def _may_start_again(self, child: Child) -> bool:
         """Whether a new process can go on where this one was: broker and learner only if they were killed."""
-        role, code, config = child.command.role, child.exit_code or 0, self._config
+        role, code, config = child.command.role, child.returncode, self._config
         if role == "generator":
             return code != EXIT_CONFIG
         able = config.buffer.durability != "off" if role == "broker" else config.run.task == "train"
@@ -306,7 +303,7 @@ class Supervisor:
                 path.unlink(missing_ok=True)
             self._places = replace(self._places, resume_step=found.step, returns=self._places.returns + 1)
             self.last_step = found.step
-            self._report("resume", {"step": found.step, "version": found.version, "lost_steps": lost})
+            self._report("resume", found.record)
         self._waiting_since, self._stall_s = time.monotonic(), STALL_S
         for text in resuming.settle(found, folder):
             self._warn(f"learner: {text}")

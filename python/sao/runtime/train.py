@@ -1,15 +1,13 @@
 """One training run on this machine, from the checked configuration to the plot: what `sao train` does."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
 import sys
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from sao import __version__
 from sao import config as configuration
@@ -44,30 +42,47 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False, alon
     `resume`: go on with the run in the folder, from its newest complete checkpoint. `alone`: only the broker is started
     here, learner and generators join from elsewhere.
     """
-    role: preflight.Role = "broker" if alone else "run"
-    warnings = preflight.check(config, role=role, overwrite=overwrite, resume=resume)
+    warnings = preflight.check(config, role="broker" if alone else "run", overwrite=overwrite, resume=resume)
     console = SteadyConsole(stderr=False, highlight=False)
+    tell = partial(console.print, markup=False, soft_wrap=True)
     for folder in folders.remove_stale():
-        console.print(f"removed {folder}, left by a run that was killed", style="dim")
+        tell(f"removed {folder}, left by a run that was killed", style="dim")
     run_folder = config.folder.resolve()
     if not resume:
         folders.make_run_folder(run_folder, overwrite=overwrite)
-    lock = folders.hold(run_folder, on_wait=lambda: console.print("waiting for processes of an earlier start to end"))
-    try:
+    with ExitStack() as held:
+        lock = folders.hold(run_folder, on_wait=lambda: tell("waiting for processes of an earlier start to end"))
+        held.callback(os.close, lock)
         found = resuming.find(config, run_folder, tidy=True) if resume else None
         if found is not None and found.finished:
-            console.print(found.finished, style="bold green", markup=False, soft_wrap=True)
+            tell(found.finished, style="bold green")
             return EXIT_DONE
-        outcome = _run(config, run_folder, lock, found, warnings, console, alone)
-    finally:
-        os.close(lock)
-    _summary(run_folder, config, console)
+        held.enter_context(ownership.owned(run_folder))
+        texts = [] if found is None else resuming.begin(found, run_folder)
+        configuration.save(config, run_folder / "config.json")
+        private = held.enter_context(folders.private(run_folder))
+        monitor = held.enter_context(Monitor(config, run_folder, console))
+        machine = {"sao": __version__, "python": sys.version.split()[0], "cpus": launch.available_cpus()}
+        monitor.report("run", {**machine, "config": config.model_dump(mode="json")})
+        if found is not None:
+            monitor.report("resume", found.record)
+        for text in [*warnings, *monitor.warnings, *texts]:
+            monitor.report("event", {"level": "warning", "text": text})
+        places = _places(config, private.sockets, private.weights, found, lock=lock, alone=alone)
+        supervisor = Supervisor(config, places, run_folder / "logs", monitor.report, monitor.tick)
+        outcome = supervisor.run()
+        if found is not None and outcome.exit_code == EXIT_DONE and not supervisor.last_step:
+            text = f"resumed after step {found.step} of {config.run.steps}, and no step was made: {outcome.reason}"
+            outcome = Outcome(EXIT_FAILED, text)
+        monitor.report("end", {"exit_code": outcome.exit_code, "reason": outcome.reason})
+    for text in _summary(run_folder, config):
+        tell(text)
     style = {EXIT_DONE: "bold green", EXIT_INTERRUPTED: "bold yellow"}.get(outcome.exit_code, "bold red")
-    console.print(outcome.reason, style=style, markup=False, soft_wrap=True)
-    console.print(f"run folder: {config.folder}", style="dim", markup=False, soft_wrap=True)
+    tell(outcome.reason, style=style)
+    tell(f"run folder: {config.folder}", style="dim")
     if outcome.exit_code == EXIT_INTERRUPTED and config.run.task == "train":
         again = f"`sao broker {config.folder}`, and the learner with" if alone else "the same `sao train` with"
-        console.print(f"to go on: {again} --resume", style="dim", markup=False, soft_wrap=True)
+        tell(f"to go on: {again} --resume", style="dim")
     return outcome.exit_code
 
 
@@ -88,62 +103,30 @@ def value_pretraining(config: Config) -> Config:
     return configuration.parse(data)
 
 
-def _run(
-    config: Config,
-    run_folder: Path,
-    lock: int,
-    found: Resume | None,
-    warnings: list[str],
-    console: Console,
-    alone: bool,
-) -> Outcome:
-    """Runs what is prepared, in a folder that is ours."""
-    with ownership.owned(run_folder):
-        texts = [] if found is None else resuming.begin(found, run_folder)
-        configuration.save(config, run_folder / "config.json")
-        with folders.private(run_folder) as private, Monitor(config, run_folder, console) as monitor:
-            machine = {"sao": __version__, "python": sys.version.split()[0], "cpus": launch.available_cpus()}
-            monitor.report("run", {**machine, "config": config.model_dump(mode="json")})
-            if found is not None:
-                lost = found.lost_steps
-                monitor.report("resume", {"step": found.step, "version": found.version, "lost_steps": lost})
-            for text in [*warnings, *monitor.warnings, *texts]:
-                monitor.report("event", {"level": "warning", "text": text})
-            places = _places(config, private.sockets, private.weights, found, lock=lock, alone=alone)
-            supervisor = Supervisor(config, places, run_folder / "logs", monitor.report, monitor.tick)
-            outcome = supervisor.run()
-            if found is not None and outcome.exit_code == EXIT_DONE and not supervisor.last_step:
-                text = f"resumed after step {found.step} of {config.run.steps}, and no step was made: {outcome.reason}"
-                outcome = Outcome(EXIT_FAILED, text)
-            monitor.report("end", {"exit_code": outcome.exit_code, "reason": outcome.reason})
-            return outcome
-
-
 def _places(config: Config, sockets: Path, weights: Path, found: Resume | None, **more: Any) -> launch.Places:
     if found is not None:
         more |= {"start": found.start + 1, "resume_step": found.step, "checkpoint": found.checkpoint}
     return launch.Places.of(config, sockets, weights, **more)
 
 
-def _summary(run_folder: Path, config: Config, console: Console) -> None:
-    """Prints what came of the run: held-out success first and last, the model, the curves."""
+def _summary(run_folder: Path, config: Config) -> list[str]:
+    """What came of the run, in lines: held-out success first and last, the critic, the model, the curves."""
+    lines = []
     records = sinks.surviving(sinks.read(run_folder / "metrics.jsonl"))
-    held_out = [record for record in records if record["kind"] == "eval" and record["success"] is not None]
-    if held_out:
-        points = [held_out[0], held_out[-1]] if len(held_out) > 1 else held_out
+    if held_out := [record for record in records if record["kind"] == "eval" and record["success"] is not None]:
+        points = held_out[:1] + held_out[1:][-1:]
         text = ", then ".join(f"{record['success']:.3f} at step {record['step']}" for record in points)
-        console.print(f"held-out success: {text} (n = {points[-1]['n']})", style="bold")
+        lines.append(f"held-out success: {text} (n = {points[-1]['n']})")
     if (critic := run_folder / "critic").is_dir():
         explained = json.loads((critic / "pretraining.json").read_text(encoding="utf-8"))["explained_variance"]
         measured = "not measured" if explained is None else f"{explained:.3f}"
-        console.print(f"explained variance of batches before they were trained on: {measured}", style="bold")
-        console.print(f'for the run file: learner.critic_path = "{config.folder / "critic"}"', soft_wrap=True)
+        lines.append(f"explained variance of batches before they were trained on: {measured}")
+        lines.append(f'for the run file: learner.critic_path = "{config.folder / "critic"}"')
     models = sorted((run_folder / "checkpoints").glob("step-*"), key=lambda path: path.stat().st_mtime)
     if models:
-        console.print(f"model: {config.folder / 'checkpoints' / models[-1].name}", soft_wrap=True)
+        lines.append(f"model: {config.folder / 'checkpoints' / models[-1].name}")
     if config.telemetry.plot and any(record["kind"] == "step" for record in records):
-        try:
+        with suppress(ImportError):  # matplotlib is not installed; the check before the run has said so
             plot.curves(records, run_folder / "curves.png")
-        except ImportError:
-            return  # matplotlib is not installed; the check before the run has said so
-        console.print(f"curves: {config.folder / 'curves.png'}", soft_wrap=True)
+            lines.append(f"curves: {config.folder / 'curves.png'}")
+    return lines
