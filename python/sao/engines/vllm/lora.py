@@ -44,7 +44,5 @@ def adapter_request(ref: WeightsRef, *, replace: bool) -> Any:
 
 def engine_arguments(rank: int) -> dict[str, Any]:
     """The arguments with which vLLM takes adapters of at most this rank; it knows certain sizes only."""
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next((s for s in _RANKS if s >= rank), rank)}
-
-
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+    sizes = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next((size for size in sizes if size >= rank), rank)}

@@ -67,52 +67,48 @@ def text(error: BaseException) -> str:
 @contextlib.contextmanager
 def environment(folder: Path, threads: int, start_timeout_s: float, devices: str | None = None) -> Iterator[None]:
     """The process environment that vLLM and its processes start with; put back afterwards. devices: its GPUs."""
-    values = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-    values |= {
+    unless_set = {
+        "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"),
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        # On a CPU. oneDNN keeps a compiled kernel for every number of tokens in a batch, and after an update the whole
+        # context of all requests is one batch, never twice of the same size: with the default of 1024 kernels the
+        # process grows by hundreds of MiB until they are all there.
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    values = {
         PARENT_VARIABLE: str(os.getpid()),
         FOLDER_VARIABLE: str(folder),
         "TMPDIR": str(folder),
         "VLLM_RPC_BASE_PATH": str(folder),
-        "TORCHINDUCTOR_CACHE_DIR": os.environ.get(
-            "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}")
-        ),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(max(1, int(start_timeout_s))),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         # On a CPU. Without binding the threads share the cores with other processes as the system sees fit; bound ones
         # of two engines would all sit on the same cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads),
-        # On a CPU. oneDNN keeps a compiled kernel for every number of tokens in a batch, and after an update the whole
-        # context of all requests is one batch, never twice of the same size: with the default of 1024 kernels the
-        # process grows by hundreds of MiB until they are all there.
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128"),
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
-    before = {
-        name: os.environ.get(name)
-        for name in (*values, "LD_PRELOAD", "VLLM_CPU_KVCACHE_SPACE", "TORCH_COMPILE_DISABLE")
-    }
-    os.environ.update(values)
+    if devices is not None:
+        values["CUDA_VISIBLE_DEVICES"] = devices
+    before = dict(os.environ)
+    os.environ.update(unless_set | before | values)
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB only, and it would override kv_cache_memory_bytes
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 @dataclass(slots=True)
 class Load:
-    """The load by vLLM's scheduler, step by step.
+    """The load by vLLM's scheduler, step by step; to vLLM it is a stat logger.
 
     kv_use: share of the KV cache in use, 0 to 1; waiting: requests; preempted: times a request lost its keys.
     """
@@ -121,31 +117,12 @@ class Load:
     waiting: int = 0
     preempted: int = 0
 
-    def logger(self) -> Any:
-        """A stat logger of vLLM that writes here."""
-        from vllm.v1.metrics.loggers import StatLoggerBase
+    def record(self, scheduler_stats: Any, iteration_stats: Any, **_: Any) -> None:
+        """Called by vLLM at every step; either may be None."""
+        if scheduler_stats is not None:
+            self.kv_use, self.waiting = scheduler_stats.kv_cache_usage, scheduler_stats.num_waiting_reqs
+        if iteration_stats is not None:
+            self.preempted += iteration_stats.num_preempted_reqs
 
-        load = self
-
-        class Logger(StatLoggerBase):
-            def __init__(self) -> None:
-                pass
-
-            def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
-                if scheduler_stats is not None:
-                    load.kv_use, load.waiting = scheduler_stats.kv_cache_usage, scheduler_stats.num_waiting_reqs
-                if iteration_stats is not None:
-                    load.preempted += iteration_stats.num_preempted_reqs
-
-            def log_engine_initialized(self) -> None:
-                pass
-
-        return Logger()
-
-    @staticmethod
-    def be_the_only_one(llm: Any) -> None:
-        """Takes the other stat loggers (Prometheus) away: nobody reads them here, and they cost time at every step."""
-        from vllm.v1.metrics.loggers import PrometheusStatLogger
-
-        manager = llm.logger_manager
-        manager.stat_loggers = [one for one in manager.stat_loggers if not isinstance(one, PrometheusStatLogger)]
+    def log_engine_initialized(self) -> None:
+        """Nothing to log."""

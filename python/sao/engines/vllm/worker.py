@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -77,8 +77,9 @@ class FileWeightTransfer(WeightTransferEngine[NoInit, FileUpdate]):
         folder = Path(self.model_config.model)
         self._tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
         dtype: Any = self.model_config.dtype  # resolved by now
-        tensors = _read_folder(folder, dtype)
-        second = _tied(tensors) if self._tied else {}
+        files = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+        tensors = {name: tensor.to(dtype) for file in files for name, tensor in file.items()}
+        second = self._second_names(tensors)
         initial = {name: tensor for name, tensor in tensors.items() if name not in second}
         self._wanted = {name: tensor.to("meta") for name, tensor in initial.items()}
         self._staged: tuple[WeightsRef, dict[str, torch.Tensor]] | None = None
@@ -99,7 +100,7 @@ class FileWeightTransfer(WeightTransferEngine[NoInit, FileUpdate]):
         """Raises `WeightsError` when fingerprint, names, types or shapes differ; nothing has changed then."""
         ref = WeightsRef(update_info.version, update_info.path, update_info.fingerprint)
         tensors = weights.load(ref)
-        self._staged = ref, weights.fit(ref.version, tensors, self._wanted, _tied(tensors) if self._tied else {})
+        self._staged = ref, weights.fit(ref.version, tensors, self._wanted, self._second_names(tensors))
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
@@ -125,6 +126,11 @@ class FileWeightTransfer(WeightTransferEngine[NoInit, FileUpdate]):
         probed = probe(model, tensors, ref.version) if self.parallel_config.world_size == 1 else 0
         self.report = {"version": ref.version, "fingerprint": ref.fingerprint, "probed": probed}
 
+    def _second_names(self, names: Collection[str]) -> dict[str, str]:
+        """The second name of a tied embedding -> the first."""
+        first = next((name for name in names if name.endswith("embed_tokens.weight")), "")
+        return {name: first for name in names if self._tied and name.endswith("lm_head.weight")}
+
     def shutdown(self) -> None:
         """Drops what is staged."""
         self._staged = None
@@ -146,10 +152,9 @@ class WorkerExtension:
 def probe(model: torch.nn.Module, tensors: dict[str, torch.Tensor], seed: int) -> int:
     """Compares what the layers compute with the tensors they were given, exactly, and returns how many were compared.
 
-    tensors: checkpoint name -> full tensor (no tensor parallelism). A linear layer is fed unit vectors, so its outputs
-    are columns of its weight without any rounding: also a change in the last bit of a weight shows, and a kernel that
-    still computes with a packed copy of the old weights is found. All other parameters are compared directly. Layers
-    whose checkpoint names are not known, and quantized ones, are passed over.
+    tensors: checkpoint name -> full tensor (no tensor parallelism). A linear layer is fed unit vectors: its outputs are
+    columns of its weight without rounding, so that a packed copy of old weights is found, and a change in the last bit.
+    Other parameters are compared directly; quantized layers and those of unknown checkpoint names are passed over.
     Raises `WeightsError` that names the layer.
     """
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
@@ -194,21 +199,6 @@ def _columns(module: Any, columns: torch.Tensor, width: int) -> torch.Tensor:
 def _same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
     if not torch.equal(found, expected.to(device=found.device, dtype=found.dtype)):
         raise WeightsError(f"{name}: computes with other weights than the update brought")
-
-
-def _tied(names: Collection[str]) -> dict[str, str]:
-    """The second name of a tied embedding -> the first."""
-    first = next((name for name in names if name.endswith("embed_tokens.weight")), "")
-    return {name: first for name in names if name.endswith("lm_head.weight")}
-
-
-def _read_folder(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """All tensors of a model folder, in the engine's type."""
-    tensors: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt", device="cpu") as file:
-            tensors.update({name: file.get_tensor(name).to(dtype) for name in file.keys()})  # noqa: SIM118
-    return tensors
 
 
 def _end() -> None:
