@@ -24,6 +24,7 @@ from typing import Any
 from common import median, report
 
 ROOT = Path(__file__).parents[1]
+sys.path[1:1] = [str(ROOT / "tests")]
 EPISODES = 64
 ARMS: dict[str, tuple[str, ...]] = {
     "one window": ("compaction.enabled=false", "sampling.context_tokens=192", "learner.row_tokens=192"),
@@ -48,9 +49,10 @@ def make_model(folder: Path) -> None:
 
 def measure(overrides: tuple[str, ...], folder: Path, steps: int) -> dict[str, Any]:
     """Runs one arm in this process."""
+    from scripted import Reply, ScriptedEngine
+
     from sao.config import load
     from sao.engines.base import Request
-    from sao.engines.scripted import Reply, ScriptedEngine
     from sao.envs.recall import Recall, draw
     from sao.learner.step import Learner
     from sao.rollout.chat import Renderer

@@ -61,11 +61,11 @@ def trained(kind: str, seed: int, folder: Path) -> dict[str, Any]:
 async def calls(folder: Path) -> dict[str, Any]:
     """Calls of many agents at once, each three turns long, to an engine that answers at once."""
     import aiohttp
+    from scripted import Reply, ScriptedEngine
     from tiny_model import make_folder
 
     from sao.agents.host import AgentHost
     from sao.config import parse
-    from sao.engines.scripted import Reply, ScriptedEngine
     from sao.envs.agent import Access
     from sao.rollout.chat import Renderer
     from sao.rollout.recorder import Assignment, Recorder

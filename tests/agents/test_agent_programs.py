@@ -12,9 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
+from scripted import ScriptedEngine
 from tests.agents.test_agents import END, TASK, configured, hosting, played, says, user
 
-from sao.engines.scripted import ScriptedEngine
 from sao.envs import registry
 from sao.envs.agent import Agent
 from sao.errors import EnvironmentFailure

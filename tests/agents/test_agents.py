@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scripted import Reply, ScriptedEngine
 
 from sao.agents import server as agent_server
 from sao.agents.calls import error_body
@@ -23,7 +24,6 @@ from sao.agents.host import AgentHost
 from sao.agents.session import AgentSession, ApiError
 from sao.config import Config, parse
 from sao.engines.base import Request
-from sao.engines.scripted import Reply, ScriptedEngine
 from sao.envs import registry
 from sao.envs.agent import Access
 from sao.errors import ConfigError, EngineError, EnvironmentFailure

@@ -7,13 +7,13 @@ import random
 from pathlib import Path
 
 import pytest
+from scripted import Reply, ScriptedEngine
 from tests.tiny_model import CHATML, SPECIAL, make_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from sao.config import Config, parse
 from sao.engines.base import Engine, Request
-from sao.engines.scripted import Reply, ScriptedEngine
 from sao.engines.torch_engine import TorchEngine
 from sao.envs import sandbox
 from sao.envs.workspace import Workspace

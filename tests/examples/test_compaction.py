@@ -10,10 +10,10 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from scripted import Reply, ScriptedEngine
 
 from sao.config import Config, load
 from sao.engines.base import Request
-from sao.engines.scripted import Reply, ScriptedEngine
 from sao.envs.protocol import Message
 from sao.envs.recall import VALUES, WORDS, Recall, draw
 from sao.rollout.chat import Renderer

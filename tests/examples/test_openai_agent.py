@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scripted import Reply, ScriptedEngine
 from tiny_model import CHATML
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -19,7 +20,6 @@ from transformers import PreTrainedTokenizerFast
 from sao.agents.host import AgentHost
 from sao.config import load, parse
 from sao.engines.base import Request
-from sao.engines.scripted import Reply, ScriptedEngine
 from sao.envs import registry
 from sao.rollout.chat import Renderer
 from sao.rollout.recorder import Assignment, Recorder

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from generator.test_worker import FAST, Broker, broker, running
 from rollout.compacting import Talk, configured
+from scripted import Reply, ScriptedEngine
 from tiny_model import make_folder
 
 from sao.config import Config, parse
 from sao.engines.base import Request
-from sao.engines.scripted import Reply, ScriptedEngine
 from sao.engines.torch_engine import TorchEngine
 from sao.errors import ConfigError, EngineError
 from sao.generator import worker as actor

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from generator.test_worker import Broker, broker, configured, running
+from scripted import ScriptedEngine
 
 from sao.engines.base import EngineStats
-from sao.engines.scripted import ScriptedEngine
 from sao.generator.load import COOL_DOWN, LoadControl
 from sao.transport.messages import Slots, Stats
 

@@ -18,11 +18,11 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import pytest
 import torch
+from scripted import Reply, ScriptedEngine
 from tiny_model import make_model
 
 from sao.config import Config, parse, save
 from sao.engines.base import Request
-from sao.engines.scripted import Reply, ScriptedEngine
 from sao.engines.torch_engine import load_model
 from sao.envs.protocol import Message, StepResult
 from sao.errors import ConfigError, EngineError, EnvironmentFailure, TransportError, WeightsError

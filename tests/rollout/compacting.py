@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scripted import Reply, ScriptedEngine
 
 from sao.config import Config, parse
 from sao.engines.base import Request
-from sao.engines.scripted import Reply, ScriptedEngine
 from sao.envs.protocol import Message, StepResult
 from sao.rollout.chat import Renderer
 from sao.rollout.compaction import Compactor

@@ -23,9 +23,9 @@ from rollout.compacting import (
     configured,
     turn,
 )
+from scripted import Reply, ScriptedEngine
 
 from sao.config import parse
-from sao.engines.scripted import Reply, ScriptedEngine
 from sao.envs.protocol import Message
 from sao.errors import ConfigError
 from sao.rollout.chat import Renderer

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scripted import Reply, ScriptedEngine
 
 from sao.config import Config, parse
 from sao.engines.base import Request
-from sao.engines.scripted import Reply, ScriptedEngine
 from sao.envs.protocol import Message, StepResult
 from sao.errors import EngineError, EnvironmentFailure
 from sao.rollout.chat import Renderer

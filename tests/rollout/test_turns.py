@@ -5,10 +5,10 @@ import asyncio
 import msgpack
 import numpy as np
 import pytest
+from scripted import Reply, ScriptedEngine
 
 from sao.config import parse
 from sao.engines.base import Completion
-from sao.engines.scripted import Reply, ScriptedEngine
 from sao.envs.protocol import Message, StepResult
 from sao.errors import WireError
 from sao.rollout.episode import run_episode

@@ -132,7 +132,7 @@ def make_engine(config: Config, renderer: Renderer, seed: int, index: int = 0) -
         return VllmEngine(path, vllm_args=generator.vllm_args, index=index, **shared)
     from sao.engines.scripted import ScriptedEngine
 
-    return ScriptedEngine(vocab_size=renderer.vocab_size, seed=seed, record=False)
+    return ScriptedEngine(vocab_size=renderer.vocab_size, seed=seed)
 
 
 def make_summariser(config: Config, renderer: Renderer, seed: int, index: int = 0) -> Engine | None:
