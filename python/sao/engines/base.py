@@ -68,8 +68,8 @@ class Completion:
 class EngineStats:
     """Counters since `start`, and the present load.
 
-    Since the start: busy_s (seconds of computing), sampled_tokens, preempted (times that a running request was thrown
-    back to the queue for lack of memory). Now: running and waiting requests, kv_use (share of the KV cache, 0 to 1).
+    busy_s: seconds of computing. kv_use: share of the KV cache, 0 to 1. preempted: times that a running request was
+    thrown back to the queue for lack of memory.
     """
 
     busy_s: float = 0.0
@@ -96,9 +96,8 @@ class Flight:
 class Engine(ABC):
     """A generation engine. All methods are called from one asyncio loop, which they never block.
 
-    What is alike in all engines is here: requests are checked, one of a session at a time; versions only grow, and
-    each has one fingerprint; a start that fails closes; nothing is done after `close`. A subclass starts and closes,
-    samples a request that makes sense, and takes weights that are newer.
+    Alike in all engines: requests are checked, one of a session at a time; versions only grow, and each has one
+    fingerprint; a start that fails closes; nothing is done after `close`. The rest is a subclass's, see `_start` on.
 
     version: of the weights that sample the next token. closed: `close` was called. failure: why it will never sample
     again. metadata: of the engine in a trajectory: `engine`, `version_source` and `kv_after_update`.
@@ -159,12 +158,12 @@ class Engine(ABC):
         return completion
 
     async def update_weights(self, ref: WeightsRef) -> None:
-        """Takes over published weights; returns when every further token is sampled from them.
+        """Takes over published weights; returns when every further token is sampled from them, also in requests that
+        are in flight.
 
-        Requests in flight continue: their next tokens carry the new version. All or nothing: raises `WeightsError` and
-        keeps the old weights when the update is incomplete, does not fit or its fingerprint differs, and `EngineError`
-        when `ref.version` is below the present version. Also finished when the caller is cancelled: an update that was
-        begun is never left half done.
+        All or nothing, also when the caller is cancelled: raises `WeightsError` and keeps the old weights when the
+        update is incomplete, does not fit or its fingerprint differs, and `EngineError` when `ref.version` is below
+        the present version.
         """
         await asyncio.shield(self._update(ref))
 
@@ -179,8 +178,8 @@ class Engine(ABC):
                     f"weights of version {ref.version} ({ref.fingerprint}): the engine already serves "
                     f"version {self.version} ({self.fingerprint})"
                 )
-            before = dict(self._fingerprints)
-            self._fingerprints[ref.version] = ref.fingerprint  # its first token may come before the update returns
+            before = self._fingerprints
+            self._fingerprints = before | {ref.version: ref.fingerprint}  # a token may come before the update returns
             try:
                 await self._take(ref)
             except BaseException:

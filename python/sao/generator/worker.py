@@ -37,27 +37,9 @@ from sao.rollout.recorder import Assignment, Recorder
 from sao.rollout.turns import DivergedError, Send, unpack
 from sao.storage.failpoints import failpoint
 from sao.trajectory import Trajectory, encode_frames
+from sao.transport import messages as m
 from sao.transport.client import Callbacks, Client
 from sao.transport.keys import client_keys
-from sao.transport.messages import (
-    Ack,
-    Buffer,
-    CancelTask,
-    Diverged,
-    EvalResult,
-    FailedRollout,
-    FinishedRollout,
-    Hello,
-    KeptTurn,
-    Loaded,
-    Message,
-    NewWeights,
-    Slots,
-    Stats,
-    Stop,
-    Tasks,
-    Welcome,
-)
 from sao.transport.sockets import Limits
 
 _CODES = ("bad_logprob", "no_token_capture", "bad_completion", "aborted")  # what an EngineError may begin with
@@ -94,13 +76,13 @@ class Generator:
         `ConfigError`.
         """
         work = asyncio.create_task(self._work())
-        stopped = asyncio.create_task(self._stopped.wait())
+        work.add_done_callback(lambda _: self._stopped.set())
         try:
-            await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            await self._stopped.wait()
             if work.done():
                 work.result()  # it only ends by what it raises
         finally:
-            await self._end([work, stopped])
+            await self._end(work)
         if self._fault is not None:
             raise self._fault
 
@@ -128,12 +110,12 @@ class Generator:
             self._fault = error
         self.stop(f"{type(error).__name__}: {error}")
 
-    async def _end(self, background: list[asyncio.Task[Any]]) -> None:
+    async def _end(self, work: asyncio.Task[None]) -> None:
         """Cancels everything and waits for it, together at most `transport.shutdown_s`."""
         self._stopped.set()
         limit_s = self.config.transport.shutdown_s
         deadline = time.monotonic() + limit_s
-        tasks = [*background, *self._episodes.values()]
+        tasks = [work, *self._episodes.values()]
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks, timeout=limit_s / 2)
@@ -194,7 +176,7 @@ class Generator:
         if task.split == "eval" or not self.config.buffer.prefix_bytes:
             return None
 
-        return lambda *turn: self._send(KeptTurn(task.ordinal, task.attempt, *turn[:3], frames=turn[3:]))
+        return lambda *turn: self._send(m.KeptTurn(task.ordinal, task.attempt, *turn[:3], frames=turn[3:]))
 
     async def _serves(self, version: int) -> bool:
         """Whether the engine has this version or a newer one, perhaps in a moment."""
@@ -203,7 +185,7 @@ class Generator:
             await asyncio.sleep(0.05)  # weights on their way; a task in thousands comes here
         return self.engine.version >= version
 
-    def _with_turns(self, task: Assignment, kept: list[tuple[Buffer, Buffer]]) -> Assignment:
+    def _with_turns(self, task: Assignment, kept: list[tuple[m.Buffer, m.Buffer]]) -> Assignment:
         """The task with the turns that are kept of it; without, when another generator has left something else."""
         try:
             return replace(task, turns=tuple(unpack(header, payload) for header, payload in kept))
@@ -212,16 +194,16 @@ class Generator:
             return self._begin_anew(task, 0)
 
     def _begin_anew(self, task: Assignment, lost_tokens: int) -> Assignment:
-        self._send(Diverged(task.ordinal, task.attempt, lost_tokens))
+        self._send(m.Diverged(task.ordinal, task.attempt, lost_tokens))
         return replace(task, turns=())
 
     async def _deliver(self, task: Assignment, trajectory: Trajectory) -> None:
         if task.split == "eval":
-            await self._ask(EvalResult(task.ordinal, trajectory.max_version, trajectory.reward, task.attempt))
+            await self._ask(m.EvalResult(task.ordinal, trajectory.max_version, trajectory.reward, task.attempt))
             return
         failpoint("generator.deliver")
-        answer = await self._ask(FinishedRollout(frames=encode_frames(trajectory)))
-        if isinstance(answer, Ack) and not answer.accepted:
+        answer = await self._ask(m.FinishedRollout(frames=encode_frames(trajectory)))
+        if isinstance(answer, m.Ack) and not answer.accepted:
             log.info("task %d attempt %d: refused: %s", task.ordinal, task.attempt, answer.reason)
 
     async def _give_up(self, recorder: Recorder, reason: str, detail: str) -> None:
@@ -230,9 +212,9 @@ class Generator:
         # An environment may put anything into words; what cannot be encoded must not end this process.
         reason, detail = (text.encode(errors="replace").decode() for text in (reason, detail[:2000]))
         if task.split == "eval":
-            await self._ask(EvalResult(task.ordinal, self.engine.version, None, task.attempt, reason, detail))
+            await self._ask(m.EvalResult(task.ordinal, self.engine.version, None, task.attempt, reason, detail))
         else:
-            await self._ask(FailedRollout(task.ordinal, task.attempt, reason, recorder.sampled_tokens, detail))
+            await self._ask(m.FailedRollout(task.ordinal, task.attempt, reason, recorder.sampled_tokens, detail))
 
     # -- the connection to the broker
 
@@ -249,19 +231,19 @@ class Generator:
                 lost=partial(in_loop, self._fail),
                 greet=self._greet,
                 rejoined=partial(in_loop, self._rejoined),
-                transient=(Slots, Stats, Loaded),
+                transient=(m.Slots, m.Stats, m.Loaded),
             )
         )
         welcome = await asyncio.to_thread(self._client.connect)
         if welcome.weights is not None:
             self._weights.announce(welcome.weights)
 
-    def _greet(self, hello: Hello) -> Hello:
+    def _greet(self, hello: m.Hello) -> m.Hello:
         """Adds the rollouts in flight, which a broker that was started anew does not know."""
         tasks = tuple((ordinal, attempt) for split, ordinal, attempt in list(self._episodes) if split == "train")
         return structs.replace(hello, tasks=tasks)
 
-    def _rejoined(self, welcome: Welcome) -> None:
+    def _rejoined(self, welcome: m.Welcome) -> None:
         """The broker was started again, or had given this generator up: episodes go on, it counts anew."""
         self._received = 0
         if welcome.version < self.engine.version:
@@ -274,41 +256,41 @@ class Generator:
             self._send_loaded()
             self._send_slots()
 
-    def _on_push(self, message: Message) -> None:
-        if isinstance(message, Tasks):
+    def _on_push(self, message: m.Message) -> None:
+        if isinstance(message, m.Tasks):
             self._received += len(message.tasks)
             frames = iter(message.frames)
             for task in message.tasks:
                 kept = [(next(frames), next(frames)) for _ in range(task.turns)]
                 self._start(self._with_turns(Assignment(task.ordinal, task.attempt, task.seed, task.split), kept))
-        elif isinstance(message, NewWeights):
+        elif isinstance(message, m.NewWeights):
             self._weights.announce(message.weights)
-        elif isinstance(message, CancelTask):
+        elif isinstance(message, m.CancelTask):
             for (_, ordinal, attempt), episode in self._episodes.items():
                 if (ordinal, attempt) == (message.ordinal, message.attempt):
                     episode.cancel()
-        elif isinstance(message, Stop):
+        elif isinstance(message, m.Stop):
             self.stop(f"broker: {message.reason}")
         else:
             log.warning("message of kind %r is not for a generator", message.kind)
 
     def _send_loaded(self) -> None:
-        self._send(Loaded(self.engine.version, self.engine.fingerprint))
+        self._send(m.Loaded(self.engine.version, self.engine.fingerprint))
 
     def _send_slots(self) -> None:
         self._slots_due = False
         if not self._stopped.is_set():
-            self._send(Slots(max(0, self._load.limit - len(self._episodes)), self._received))
+            self._send(m.Slots(max(0, self._load.limit - len(self._episodes)), self._received))
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: m.Message) -> None:
         """Sends without waiting; that the broker is lost comes by `on_lost`. While it is away no statistics pile up."""
         try:
-            if self._client is not None and (not isinstance(message, Stats) or self._client.pending < _BACKLOG):
+            if self._client is not None and (not isinstance(message, m.Stats) or self._client.pending < _BACKLOG):
                 self._client.call(message)
         except Error as error:
             self._fail(error)
 
-    async def _ask(self, message: Message) -> Message | None:
+    async def _ask(self, message: m.Message) -> m.Message | None:
         """Sends and waits for the acknowledgement; None when the connection is gone, which ends `run`.
 
         Raises `WireError` for a message that is too large, before anything is sent.
@@ -328,7 +310,7 @@ class Generator:
         while True:
             await asyncio.sleep(self.config.transport.heartbeat_s)
             stats, now = self.engine.stats(), time.monotonic()
-            message = Stats(
+            message = m.Stats(
                 busy_share=min(1.0, (stats.busy_s - before.busy_s) / (now - at)),
                 tokens_per_s=(stats.sampled_tokens - before.sampled_tokens) / (now - at),
                 kv_use=stats.kv_use,

@@ -7,9 +7,9 @@ nothing; a failure after the load began makes the engine unusable: it never serv
 namespaced by version. What becomes of the keys of requests in flight, `kv_after_update`, is told in
 `docs/explanation/vllm.md`.
 
-On a CPU the engine sets: eager mode (no compilation: it starts in seconds), a KV cache of `CPU_KV_BYTES`, blocks of 32
-tokens, and vLLM's single-process executor in its core process (vLLM's default is one more process and a spinning
-shared-memory queue, slower and with files left in /dev/shm). On a GPU vLLM's defaults hold; `vllm_args` sets the rest.
+On a CPU the engine sets `CPU_ARGUMENTS` (eager mode starts in seconds) and vLLM's single-process executor (the default
+is one more process and a spinning shared-memory queue, slower and with files left in /dev/shm). On a GPU vLLM's
+defaults hold; `vllm_args` sets the rest.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ from sao.errors import ClosedError, EngineError, WeightsError
 from sao.storage.ownership import own
 from sao.transport.weights import WeightsRef
 
-CPU_KV_BYTES = 1 << 30
-CPU_BLOCK_TOKENS = 32
-START_S = 600.0  # deadline of the start
+CPU_ARGUMENTS = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 1 << 30}
 CALL_S = 300.0  # deadline of each part of an update
 SHUTDOWN_S = 8.0  # vLLM's process is killed when it has not ended by then
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # vLLM silently raises a lower one, and refuses a higher one
@@ -180,11 +178,10 @@ class VllmEngine(Engine):
         devices = None
         if current_platform.is_cuda_alike():
             devices = devices_of(self._index, self._args, current_platform.device_count())
-        with environment(folder, self._threads, START_S, devices):
+        with environment(folder, self._threads, devices):
             arguments: dict[str, Any] = {"seed": self._seed % 2**32}  # numpy is seeded with it, which takes no more
             if current_platform.is_cpu():
-                arguments |= {"enforce_eager": True, "block_size": CPU_BLOCK_TOKENS}
-                arguments |= {"kv_cache_memory_bytes": CPU_KV_BYTES}
+                arguments |= CPU_ARGUMENTS
                 if self._args.get("tensor_parallel_size", 1) == 1:
                     arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
             arguments |= self._args
@@ -209,7 +206,7 @@ class VllmEngine(Engine):
                     check_heads(config.model_config)
                 loggers: list[Any] = [lambda *_: self._load]
                 llm: Any = AsyncLLM.from_vllm_config(config, disable_log_stats=True, stat_loggers=loggers)
-                del llm.logger_manager.stat_loggers[1:]  # Prometheus: nobody reads it, and it costs time at every step
+                llm.logger_manager.stat_loggers.pop()  # Prometheus: nobody reads it, and it costs time at every step
             except EngineError:
                 raise
             except Exception as error:

@@ -17,8 +17,6 @@ from sao.errors import WeightsError
 from sao.transport import weights
 from sao.transport.messages import WeightsRef
 
-NAME, NUMBER = "policy", 1  # the one adapter that vLLM knows; a new version takes the place of the old one
-
 
 def check_adapter(ref: WeightsRef, rank: int) -> None:
     """Raises `WeightsError` unless the folder of `ref` holds an adapter of at most this rank with its fingerprint."""
@@ -36,10 +34,10 @@ def check_adapter(ref: WeightsRef, rank: int) -> None:
 
 
 def adapter_request(ref: WeightsRef, *, replace: bool) -> Any:
-    """vLLM's request for the adapter of `ref`; `replace`: load it in place of the one that is there."""
+    """vLLM's request for the adapter of `ref`, the only one; `replace`: load it in place of the one that is there."""
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest(NAME, NUMBER, ref.path, load_inplace=replace)
+    return LoRARequest("policy", 1, ref.path, load_inplace=replace)
 
 
 def engine_arguments(rank: int) -> dict[str, Any]:

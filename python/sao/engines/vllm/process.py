@@ -22,7 +22,7 @@ FOLDER_PREFIX = f"{PREFIX}vllm-"
 
 def import_vllm(folder: Path, threads: int) -> str:
     """Imports vLLM; its version. Raises `EngineError` when it is missing, or too old to label tokens with versions."""
-    with environment(folder, threads, 1.0):
+    with environment(folder, threads):
         try:
             from vllm.outputs import CompletionOutput
         except ImportError as error:
@@ -65,7 +65,7 @@ def text(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def environment(folder: Path, threads: int, start_timeout_s: float, devices: str | None = None) -> Iterator[None]:
+def environment(folder: Path, threads: int, devices: str | None = None) -> Iterator[None]:
     """The process environment that vLLM and its processes start with; put back afterwards. devices: its GPUs."""
     unless_set = {
         "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"),
@@ -83,7 +83,7 @@ def environment(folder: Path, threads: int, start_timeout_s: float, devices: str
         "VLLM_RPC_BASE_PATH": str(folder),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_ENGINE_READY_TIMEOUT_S": str(max(1, int(start_timeout_s))),
+        "VLLM_ENGINE_READY_TIMEOUT_S": "600",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",

@@ -18,17 +18,12 @@ import logging
 import os
 import shutil
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -47,28 +42,12 @@ from sao.transport.weights import WeightsRef
 PROBED_COLUMNS = 8
 
 
-@dataclass
-class NoInit(WeightTransferInitInfo):
-    """The backend needs no rendezvous."""
-
-
-@dataclass
-class FileUpdate(WeightTransferUpdateInfo):
-    """The fields of a `WeightsRef`."""
-
-    version: int
-    path: str
-    fingerprint: str
-
-
-class FileWeightTransfer(WeightTransferEngine[NoInit, FileUpdate]):
+class FileWeightTransfer(WeightTransferEngine[Any, Any]):
     """Loads one safetensors file a version; complete and verified, or refused before anything changes.
 
     Every worker of a tensor-parallel engine reads the same file; vLLM's loaders take their shards of it.
     """
 
-    init_info_cls = NoInit
-    update_info_cls = FileUpdate
     supports_draft_weight_update = False
 
     def __init__(self, *args: Any) -> None:
@@ -85,8 +64,8 @@ class FileWeightTransfer(WeightTransferEngine[NoInit, FileUpdate]):
         self._staged: tuple[WeightsRef, dict[str, torch.Tensor]] | None = None
         self.report: dict[str, Any] = {"version": 0, "fingerprint": weights.fingerprint(initial), "probed": 0}
 
-    def init_transfer_engine(self, init_info: NoInit) -> None:
-        """Nothing to do."""
+    def init_transfer_engine(self, init_info: Any) -> None:
+        """Nothing: there is nobody to meet."""
 
     def start_weight_update(self) -> None:
         """Forgets what was staged; the model stays as it is."""
@@ -94,12 +73,11 @@ class FileWeightTransfer(WeightTransferEngine[NoInit, FileUpdate]):
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Reads, verifies and stages. The base class would synchronize an accelerator, which a CPU does not have."""
-        self.receive_weights(self.parse_update_info(update_info))
+        self.receive_weights(WeightsRef(**update_info))
 
-    def receive_weights(self, update_info: FileUpdate) -> None:
+    def receive_weights(self, update_info: WeightsRef) -> None:
         """Raises `WeightsError` when fingerprint, names, types or shapes differ; nothing has changed then."""
-        ref = WeightsRef(update_info.version, update_info.path, update_info.fingerprint)
-        tensors = weights.load(ref)
+        ref, tensors = update_info, weights.load(update_info)
         self._staged = ref, weights.fit(ref.version, tensors, self._wanted, self._second_names(tensors))
 
     @torch.no_grad()
