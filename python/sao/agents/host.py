@@ -36,7 +36,6 @@ class AgentHost:
         self._server = AgentServer(Path(config.model.path).name, secrets.token_urlsafe(24))
         self._calls = asyncio.Semaphore(config.env.concurrency) if config.env.concurrency else None
         self._program: asyncio.Task[None] | None = None
-        self._waiting: set[AgentSession] = set()
         self._note: Path | None = None
 
     async def start(self, env: AgentEnvironment) -> None:
@@ -69,24 +68,21 @@ class AgentHost:
         Raises `EngineError`, and `EnvironmentFailure` (`no_turn`, `no_reward`, `bad_reward`, `timeout`, `agent_exit`,
         `agent_failed`, or the environment's own).
         """
-        session = AgentSession(recorder, env.reward_range)
+        session, limit_s = AgentSession(recorder, env.reward_range), self._config.env.episode_timeout_s
         try:
             async with self._calls or nullcontext():
                 try:
-                    async with asyncio.timeout(self._config.env.episode_timeout_s):
-                        reward = await self._reward(env, session)
+                    async with asyncio.timeout(limit_s):
+                        reward, cut = await self._reward(env, session), session.cut
                 except TimeoutError:
-                    self._server.remove(session)
                     recorder.check_begun()
-                    return session.truncated("time_limit")
+                    reward, cut = session.reward, "time_limit"
             if not recorder.n_segments:
                 raise EnvironmentFailure("no_turn", "the agent ended without a turn of the policy")
-            if session.cut and reward is None:
-                return session.truncated(session.cut)
-            if reward is None:
+            if reward is None and not cut:
                 raise EnvironmentFailure("no_reward", "the agent ended without a reward")
-            how = Termination("truncated", session.cut) if session.cut else Termination("finished")
-            return session.trajectory(how, check_reward(reward, env.reward_range))
+            reward = recorder.no_reward(env.reward_range) if reward is None else check_reward(reward, env.reward_range)
+            return session.trajectory(Termination("truncated", cut) if cut else Termination("finished"), reward)
         finally:
             self._server.remove(session)
             try:
@@ -96,21 +92,21 @@ class AgentHost:
 
     async def _reward(self, env: AgentEnvironment, session: AgentSession) -> float | None:
         """Has the episode played by whoever plays it; its reward, None if it got none."""
-        access = self._server.add(session)
+        access, task, reward = self._server.add(session), session.recorder.assignment, None
         try:
             if isinstance(env, Agent) and env.start != "episode":
-                await self._offered(session)
-                reward = None
+                self._server.offer(session)
+                await session.ended.wait()
+                if session.failure is not None:
+                    raise session.failure
             else:
-                task = session.recorder.assignment
                 reward = await env.play(task.seed, task.split, access)
-        except EnvironmentFailure:
-            if session.fault is not None:  # the engine's fault came first
-                raise session.fault from None
-            if not session.cut:
+        except (
+            EnvironmentFailure
+        ):  # the engine's fault came first; and an agent may fail when a limit refuses its calls
+            if session.fault is None and not session.cut:
                 raise
-            reward = None  # an agent may fail when its calls are refused: the limit ended the episode
-        except (asyncio.CancelledError, EngineError):
+        except EngineError:
             raise
         except Exception as error:  # an environment may raise anything
             raise EnvironmentFailure("agent_error", f"{type(error).__name__}: {error}") from error
@@ -118,16 +114,6 @@ class AgentHost:
         if session.fault is not None:
             raise session.fault
         return session.reward if reward is None else reward
-
-    async def _offered(self, session: AgentSession) -> None:
-        self._waiting.add(session)
-        try:
-            await self._server.offer(session)
-            await session.ended.wait()
-        finally:
-            self._waiting.discard(session)
-        if session.failure is not None:
-            raise session.failure
 
     async def _keep(self, env: Agent) -> None:
         """Runs the program that serves all episodes; when it ends, the episodes that it had fail, and it runs again."""
@@ -139,7 +125,7 @@ class AgentHost:
             except EnvironmentFailure as error:  # it could not be started now
                 failure = error
             log.warning("%s", failure)
-            for session in list(self._waiting):
+            for session in self._server.sessions:
                 session.failure = failure
                 session.ended.set()
             await asyncio.sleep(RESTART_S)

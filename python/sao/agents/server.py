@@ -14,9 +14,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
 from typing import Any, cast
 
 from aiohttp import web
@@ -42,8 +40,7 @@ class AgentServer:
         self.base_url = ""
         self._sessions: dict[str, AgentSession] = {}
         self._rewards: dict[str, AgentSession] = {}
-        self._offered: deque[AgentSession] = deque()
-        self._news = asyncio.Condition()
+        self._offered: asyncio.Queue[AgentSession] = asyncio.Queue()
         self._runner: Any = None
         self._listener: asyncio.Server | None = None
 
@@ -84,14 +81,20 @@ class AgentServer:
         session.closed = True
         self._sessions.pop(session.api_key, None)
         self._rewards.pop(session.reward_key, None)
-        if session in self._offered:
-            self._offered.remove(session)
 
-    async def offer(self, session: AgentSession) -> None:
+    @property
+    def sessions(self) -> list[AgentSession]:
+        """Those whose keys are answered now."""
+        return list(self._sessions.values())
+
+    def offer(self, session: AgentSession) -> None:
         """Lets the next agent that opens a session have this one."""
-        async with self._news:
-            self._offered.append(session)
-            self._news.notify()
+        self._offered.put_nowait(session)
+
+    async def _next(self) -> AgentSession:
+        while (session := await self._offered.get()).closed:
+            pass
+        return session
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._find(request, self._sessions)
@@ -125,15 +128,14 @@ class AgentServer:
         wait_s = (await _body(request)).get("wait_s", 30.0)
         if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= MAX_WAIT_S:
             raise ApiError(400, f"wait_s: {wait_s!r}, expected 0 to {MAX_WAIT_S:g}", param="wait_s")
-        async with self._news:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait_for(lambda: self._offered), wait_s)
-            if not self._offered:
-                return web.Response(status=204)
-            if request.transport is None or request.transport.is_closing():  # who asked has hung up: the next one's
-                self._news.notify()
-                return web.Response(status=204)
-            session = self._offered.popleft()
+        try:
+            async with asyncio.timeout(wait_s):
+                session = await self._next()
+        except TimeoutError:
+            return web.Response(status=204)
+        if request.transport is None or request.transport.is_closing():  # who asked has hung up: the next one's
+            self.offer(session)
+            return web.Response(status=204)
         task = session.recorder.assignment
         found = {"id": task.session, "seed": task.seed, "split": task.split, "model": self.model}
         found |= {"api_key": session.api_key, "reward_key": session.reward_key, "base_url": self.base_url}

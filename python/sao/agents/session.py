@@ -114,11 +114,6 @@ class AgentSession:
         counts = {"agent_drift": self._drift, "agent_rewritten": self._rewritten}
         return self.recorder.trajectory(termination, reward, metadata=counts)
 
-    def truncated(self, reason: str) -> Trajectory:
-        """The episode, ended by a limit, with the reward that it has got by then, if any."""
-        reward = self.recorder.no_reward(self.reward_range) if self.reward is None else self.reward
-        return self.trajectory(Termination("truncated", reason), reward)
-
     def _check_open(self) -> None:
         if self.closed:
             raise ApiError(409, "the session is over", code="session_over")
