@@ -18,6 +18,7 @@ from sao.envs.protocol import Message, is_unicode
 IGNORED = frozenset(
     {"model", "user", "metadata", "store", "seed", "service_tier", "parallel_tool_calls", "safety_identifier"}
 )
+_READ = frozenset({"messages", "temperature", "max_tokens", "max_completion_tokens", "stream", "stream_options"})
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _FIXED: dict[str, tuple[Any, ...]] = {  # field -> values that change nothing
     "n": (1,),
@@ -51,39 +52,34 @@ class Call:
     include_usage: bool
 
 
-def parse(body: Any, temperature: float) -> Call:
+def parse(body: dict[str, Any], temperature: float) -> Call:
     """Reads a request's JSON. temperature: that of this session. Raises `ApiError` (400) that names the field."""
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body is no JSON object")
-    temperature_asked = body.get("temperature")
-    if temperature_asked is not None and temperature_asked != temperature:
-        raise ApiError(
-            400,
-            f"temperature: {temperature_asked!r}, but this session is sampled at {temperature:g}: leave it out",
-            param="temperature",
-            code="unsupported_value",
-        )
-    known = {"messages", "temperature", "max_tokens", "max_completion_tokens", "stream", "stream_options"}
+    asked = body.get("temperature")
+    if asked is not None and asked != temperature:
+        text = f"{asked!r}, but this session is sampled at {temperature:g}: leave it out"
+        raise _wrong("temperature", text, "unsupported_value")
     for name, value in body.items():
-        if name in known or name in IGNORED or value is None:
+        if name in _READ or name in IGNORED or value is None:
             continue
         if name not in _FIXED:
             raise ApiError(400, f"unknown field: {name}", param=name, code="unknown_parameter")
         if value not in _FIXED[name]:
             why = _WHY.get(name, "only the temperature of the run may shape what is trained on")
-            raise ApiError(400, f"{name}: {value!r} is not supported: {why}", param=name, code="unsupported_value")
+            raise _wrong(name, f"{value!r} is not supported: {why}", "unsupported_value")
     options = body.get("stream_options") or {}
     if not isinstance(options, dict) or options.keys() - {"include_usage"}:
-        raise ApiError(400, f"stream_options: {options!r}, expected include_usage", param="stream_options")
+        raise _wrong("stream_options", f"{options!r}, expected include_usage")
     limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
-    if any(isinstance(limit, bool) or not isinstance(limit, int) or limit < 1 for limit in limits):
-        raise ApiError(400, f"max_tokens: {limits!r}, expected an integer of at least 1", param="max_tokens")
-    return Call(
-        messages=_messages(body.get("messages")),
-        max_tokens=min(limits, default=None),
-        stream=bool(body.get("stream")),
-        include_usage=bool(options.get("include_usage")),
-    )
+    if any(type(limit) is not int or limit < 1 for limit in limits):
+        raise _wrong("max_tokens", f"{limits!r}, expected an integer of at least 1")
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
+        raise _wrong("messages", "expected a list of at least one message")
+    messages = tuple(_message(f"messages[{index}]", message) for index, message in enumerate(given))
+    if messages[-1].role == "assistant":
+        raise _wrong("messages", "the last one is the assistant's; a turn cannot be begun for the policy")
+    stream, include_usage = bool(body.get("stream")), bool(options.get("include_usage"))
+    return Call(messages, min(limits, default=None), stream, include_usage)
 
 
 def completion(turn: Turn, model: str) -> dict[str, Any]:
@@ -124,32 +120,20 @@ def _usage(turn: Turn) -> dict[str, int]:
     }
 
 
-def _messages(given: Any) -> tuple[Message, ...]:
-    if not isinstance(given, list) or not given:
-        raise ApiError(400, "messages: expected a list of at least one message", param="messages")
-    messages = tuple(_message(index, message) for index, message in enumerate(given))
-    if messages[-1].role == "assistant":
-        raise ApiError(
-            400, "messages: the last one is the assistant's; a turn cannot be begun for the policy", param="messages"
-        )
-    return messages
-
-
-def _message(index: int, given: Any) -> Message:
-    where = f"messages[{index}]"
+def _message(where: str, given: Any) -> Message:
     role = given.get("role") if isinstance(given, dict) else None
     if not isinstance(role, str) or role not in _ROLES:
-        raise ApiError(400, f"{where}: expected an object with a role of {', '.join(_ROLES)}", param=where)
+        raise _wrong(where, f"expected an object with a role of {', '.join(_ROLES)}")
     if given.get("tool_calls") or given.get("function_call"):
-        raise ApiError(400, f"{where}.tool_calls: {_WHY['tools']}", param=f"{where}.tool_calls")
+        raise _wrong(f"{where}.tool_calls", _WHY["tools"])
     content = given.get("content")
-    if isinstance(content, list):
-        texts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None  # type: ignore[arg-type]
-    if not isinstance(content, str):
-        raise ApiError(400, f"{where}.content: expected text", param=f"{where}.content")
-    if not is_unicode(content):
-        raise ApiError(400, f"{where}.content: half of a surrogate pair is no text", param=f"{where}.content")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        texts = [part.get("text") for part in content]
+        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
+    if not isinstance(content, str) or not is_unicode(content):
+        raise _wrong(f"{where}.content", "expected text, without half of a surrogate pair")
     return Message(_ROLES[role], content)
+
+
+def _wrong(field: str, text: str, code: str | None = None) -> ApiError:
+    return ApiError(400, f"{field}: {text}", param=field, code=code)

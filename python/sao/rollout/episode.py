@@ -1,9 +1,8 @@
 """One rollout: the policy and an environment take turns until one of them, or a limit, ends it.
 
-It ends in one of three ways, never a mixture. *finished*: the environment is done and gave a reward.
-*truncated*: out of turns ("max_turns"), of context ("context") or of time ("time_limit"); the environment gave no final
-reward, so the rollout keeps the rewards of its turns and gets 0 (or the nearest number in the environment's range) for
-its end. *failed*: an exception with a reason code; a failure has no reward at all.
+It ends in one of three ways. *finished*: the environment is done and gave a reward. *truncated*: out of turns
+("max_turns"), of context ("context") or of time ("time_limit"); the rollout keeps the rewards of its turns and gets 0
+(or the nearest number in the environment's range) for its end. *failed*: an exception with a reason code, no reward.
 
 With `[compaction]` enabled, a full context is not the end: the policy writes a summary and goes on in a new window (see
 `sao.rollout.compaction`, also for the reasons with which such a rollout is truncated).
@@ -45,8 +44,8 @@ async def run_episode(
 
     recorder: fresh; what it holds afterwards is also true of a failure. With `turns` in its assignment the episode goes
     on after these; `DivergedError` when the environment does not repeat itself.
-    compactor: what episodes share for compaction, if that is enabled; None: one is made for this episode alone.
-    calls: what episodes share to bound the calls of environments at once; waiting for it is in no call's deadline.
+    compactor: what episodes share for compaction; None: one is made for this episode, if compaction is enabled.
+    calls: bounds the calls of environments at once; waiting for it is in no call's deadline.
     Returns a trajectory with at least one sampled token and a reward. Raises `EngineError` and `EnvironmentFailure`
     (reason `reset_error`, `step_error`, `timeout`, `bad_reward`, `prompt_too_long`, or the environment's own).
     """
@@ -129,36 +128,29 @@ class _Episode:
 async def bounded(call: Callable[[], Awaitable[T]], limit_s: float, what: str) -> T:
     """Makes an environment's call and awaits it for at most `limit_s` seconds.
 
-    A call that does not end when it is cancelled (a tool that blocks in a thread) is left behind: it holds up neither
-    this episode nor any other. Raises `EnvironmentFailure`: "timeout", the environment's own, or "reset_error" /
-    "step_error" for any other exception.
+    A call that does not end when it is cancelled (a tool that blocks in a thread) is left behind. Raises
+    `EnvironmentFailure`: "timeout", the environment's own, or "reset_error" / "step_error" for any other exception.
     """
-    try:
-        task: asyncio.Future[T] = asyncio.ensure_future(call())
-    except EnvironmentFailure:
-        raise
-    except Exception as error:  # a method that is not `async`: it has raised, or returned what cannot be awaited
-        raise EnvironmentFailure(f"{what}_error", f"{type(error).__name__}: {error}") from error
+
+    async def guarded() -> T:
+        try:
+            return await call()
+        except EnvironmentFailure:
+            raise
+        except (Exception, asyncio.CancelledError) as error:  # an environment may raise anything
+            raise EnvironmentFailure(f"{what}_error", f"{type(error).__name__}: {error}") from error
+
+    task = asyncio.create_task(guarded())
     try:
         await asyncio.wait({task}, timeout=limit_s)
-    except asyncio.CancelledError:
-        _abandon(task)
-        raise
-    if not task.done():
-        _abandon(task)
+        if task.done():
+            return task.result()
+        task.cancel()
         await asyncio.wait({task}, timeout=min(_GRACE_S, limit_s))
         raise EnvironmentFailure("timeout", f"{what} did not return within {limit_s:g} s")
-    try:
-        return task.result()
-    except EnvironmentFailure:
-        raise
-    except (Exception, asyncio.CancelledError) as error:  # an environment may raise anything
-        raise EnvironmentFailure(f"{what}_error", f"{type(error).__name__}: {error}") from error
-
-
-def _abandon(task: asyncio.Future[Any]) -> None:
-    task.cancel()
-    task.add_done_callback(lambda done: None if done.cancelled() else done.exception())  # nobody waits for it any more
+    finally:
+        task.cancel()
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody waits for it any more
 
 
 async def close_environment(env: Any, limit_s: float) -> None:
