@@ -10,6 +10,7 @@ A turn that is neither a call nor an answer gets the observation `error` and cou
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sao.envs.protocol import Message, SingleTask, StepResult, belongs, check_integer, check_split
@@ -27,32 +28,17 @@ class LookupTask:
     """One question and what the tool knows.
 
     rows: the pairs (key, value) that the tool shows when asked for `key`: its own and those of distractors, shuffled.
+    question, call, observation, answer: the messages of a perfect episode.
     """
 
     key: str
     operand: int
     value: int
     rows: tuple[tuple[str, int], ...]
-
-    @property
-    def question(self) -> str:
-        """The user's question."""
-        return f"{self.key} plus {self.operand}"
-
-    @property
-    def call(self) -> str:
-        """The right tool call."""
-        return f"get {self.key}"
-
-    @property
-    def observation(self) -> str:
-        """The tool's reply to the right call."""
-        return _show(self.rows)
-
-    @property
-    def answer(self) -> str:
-        """The right answer."""
-        return f"say {self.value + self.operand}"
+    question = property(lambda task: f"{task.key} plus {task.operand}")
+    call = property(lambda task: f"get {task.key}")
+    observation = property(lambda task: _show(task.rows))
+    answer = property(lambda task: f"say {task.value + task.operand}")
 
 
 def draw(seed: int, split: str, distractors: int = 0) -> LookupTask:
@@ -68,9 +54,9 @@ def draw(seed: int, split: str, distractors: int = 0) -> LookupTask:
             return task
 
 
-def _rows(rng: random.Random, count: int, first: str | None = None, never: str | None = None) -> list[tuple[str, int]]:
+def _rows(rng: random.Random, count: int, *first: str, never: str = "") -> list[tuple[str, int]]:
     """Distinct keys, the first given or drawn, with their values."""
-    keys = [] if first is None else [first]
+    keys = [*first]
     while len(keys) < count:
         key = f"{rng.choice(LETTERS)} {rng.choice(LETTERS)}"
         if key not in keys and key != never:
@@ -78,7 +64,7 @@ def _rows(rng: random.Random, count: int, first: str | None = None, never: str |
     return [(key, rng.randrange(_VALUES)) for key in keys]
 
 
-def _show(rows: list[tuple[str, int]] | tuple[tuple[str, int], ...]) -> str:
+def _show(rows: Iterable[tuple[str, int]]) -> str:
     return " ".join(f"{key} {value}" for key, value in rows)
 
 
@@ -92,15 +78,13 @@ class Lookup(SingleTask[LookupTask]):
     def __init__(self, distractors: int = 0, turns: int = 3) -> None:
         self._distractors = check_integer("distractors", distractors, 0, 7)
         self._turns = check_integer("turns", turns, 2)
-        self._rng = random.Random()
-        self._turn = 0
-        self._fetched = False
+        self._rng, self._turn, self._fetched = random.Random(), 0, False
 
     async def reset(self, seed: int, split: str) -> tuple[Message, ...]:
         """Draws the task of (seed, split) and asks its question."""
         self._task = draw(seed, split, self._distractors)
-        self._rng = random.Random(seed)  # what a wrong call shows is part of the task, so replays agree
-        self._turn, self._fetched = 0, False
+        # What a wrong call shows is part of the task, so replays agree.
+        self._rng, self._turn, self._fetched = random.Random(seed), 0, False
         return (Message("user", self._task.question),)
 
     async def step(self, text: str) -> StepResult:
@@ -123,6 +107,6 @@ class Lookup(SingleTask[LookupTask]):
             self._fetched = True
             return task.observation
         # A wrong key must not reveal the right one's value.
-        rows = _rows(self._rng, self._distractors + 1, first=key, never=task.key)
+        rows = _rows(self._rng, self._distractors + 1, key, never=task.key)
         self._rng.shuffle(rows)
         return _show(rows)

@@ -14,32 +14,22 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sao.envs.protocol import Message, SingleTask, StepResult, belongs, check_choice, check_integer, check_split
 
-KINDS = {
-    "fruit": ("pear", "plum"),
-    "animal": ("wolf", "bear"),
-    "tool": ("saw", "axe"),
-    "town": ("rome", "oslo"),
-}
+KINDS = {"fruit": ("pear", "plum"), "animal": ("wolf", "bear"), "tool": ("saw", "axe"), "town": ("rome", "oslo")}
 KEYS = tuple(key for keys in KINDS.values() for key in keys)
 VALUES = tuple("012345")
 FILLER = ("rain", "wind", "snow", "fog", "hail", "sun")
-WORDS = (
-    *("begin", "next", "ask", "say", "sum"),
-    *KEYS,
-    *VALUES,
-    *FILLER,
-    *(f"{key}={value}" for key in KEYS for value in VALUES),
-)
+_PAIRS = tuple(f"{key}={value}" for key in KEYS for value in VALUES)
+WORDS = ("begin", "next", "ask", "say", "sum", *KEYS, *VALUES, *FILLER, *_PAIRS)
 """Every word that the environment writes or accepts, and `sum`, the example's request for a summary."""
 
 WORDS_PER_OBSERVATION = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Fact:
+class Fact(NamedTuple):
     """A key and the value to be remembered of it."""
 
     key: str
@@ -60,9 +50,8 @@ class RecallTask:
     @property
     def observations(self) -> tuple[str, ...]:
         """The observation after each `next`; the last one is the question."""
-        half = len(self.facts) // 2
-        first, second = (" ".join(map(str, facts)) for facts in (self.facts[:half], self.facts[half:]))
-        return (first, second, *self.filler, f"ask {self.asked.key}")
+        half, words = len(self.facts) // 2, [str(fact) for fact in self.facts]
+        return (" ".join(words[:half]), " ".join(words[half:]), *self.filler, f"ask {self.asked.key}")
 
     @property
     def answer(self) -> str:

@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,9 @@ _BUILT_IN = {
 }
 
 
-def _known() -> dict[str, EntryPoint]:
-    known = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+def _known() -> dict[str, str]:
     # A built-in name always means the built-in: an installed package cannot take it over.
-    known.update({name: EntryPoint(name, path, ENTRY_POINT_GROUP) for name, path in _BUILT_IN.items()})
-    return known
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)} | _BUILT_IN
 
 
 def names() -> list[str]:
@@ -48,23 +46,22 @@ def factory(name: str) -> Callable[..., Environment]:
     Raises `ConfigError` if the name is unknown (it lists the known ones and the nearest), or does not import.
     """
     known = _known()
-    point = known.get(name)
-    if point is None and ":" in name:
-        point = EntryPoint(name, name, ENTRY_POINT_GROUP)
-        if (here := str(Path.cwd())) not in sys.path:  # the actors have it there, being started with `python -m`
-            sys.path.append(here)
-    if point is None:
+    path = known.get(name, name)
+    if path == name and (here := str(Path.cwd())) not in sys.path:  # actors have it, being started with `python -m`
+        sys.path.append(here)
+    if ":" not in path:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
             f"env.name: {name!r} is unknown; expected one of {', '.join(sorted(known))} or 'package.module:Class'{hint}"
         )
-    if not re.fullmatch(r"[^\W\d][\w.]*:[^\W\d][\w.]*", point.value):
-        raise ConfigError(f"env.name: {name!r} names {point.value!r}, expected 'package.module:Class'")
+    if not re.fullmatch(r"[^\W\d][\w.]*:[^\W\d][\w.]*", path):
+        raise ConfigError(f"env.name: {name!r} names {path!r}, expected 'package.module:Class'")
+    module, _, attribute = path.partition(":")
     try:
-        found: Any = attrgetter(point.attr)(importlib.import_module(point.module))
+        found: Any = attrgetter(attribute)(importlib.import_module(module))
     except ImportError as error:
-        raise ConfigError(f"env.name: {name!r}: module {point.module!r} does not import: {error}") from error
+        raise ConfigError(f"env.name: {name!r}: module {module!r} does not import: {error}") from error
     except AttributeError as error:
         raise ConfigError(f"env.name: {name!r}: {error}") from error
     if not callable(found):
