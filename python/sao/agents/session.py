@@ -2,9 +2,8 @@
 
 An agent sends its whole conversation with every call. What this side sampled is found in it again by its text and is
 never encoded again: the prompt is the ids of that earlier call, its sampled ids, and what follows them. A prompt that
-extends the newest call of a segment continues it. Any other (a first call, a history that was cut, summarised or
-edited, a second try at the same prompt, a side conversation) opens a segment of its own, with its prompt as context. So
-each sampled token is trained once, under the context in which it was sampled.
+extends the newest call of a segment continues it; any other (a first call, an edited history, a second try, a side
+conversation) opens a segment. So each sampled token is trained once, under the context in which it was sampled.
 
 Counted for the metadata: `agent_drift`, calls whose conversation, encoded as a whole, would have had other ids than
 those that the policy sampled and saw; `agent_rewritten`, calls with an assistant turn that was not sampled here.
@@ -89,11 +88,10 @@ class AgentSession:
             # Beside the loop: a conversation of megabytes takes seconds to encode, only then is its length known.
             segment, ids = await asyncio.to_thread(self._prompt, messages)
             self._check_open()  # or the episode has ended meanwhile, and nobody would count what is sampled now
-            context = config.sampling.context_tokens
-            room = context - ids.size
+            room = config.sampling.context_tokens - ids.size
             if room <= 0:
                 self.cut = self.cut or "context"
-                text = f"messages: {ids.size} tokens, the context window has {context}"
+                text = f"messages: {ids.size} tokens, the context window has {config.sampling.context_tokens}"
                 raise ApiError(400, text, param="messages", code="context_length_exceeded")
             limit = min(room, config.sampling.max_response_tokens, max_tokens or room)
             try:

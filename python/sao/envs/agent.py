@@ -1,7 +1,4 @@
-"""`agent`: episodes that a program written by others plays, by calling an OpenAI-compatible endpoint.
-
-The endpoint belongs to the generator (`sao.agents.server`); here is what the program is and how it is started.
-"""
+"""`agent`: episodes that a program of others plays, by calling the generator's endpoint (`sao.agents.server`)."""
 
 from __future__ import annotations
 
@@ -29,8 +26,7 @@ _OUTPUT_BYTES, _ERROR_BYTES = 1 << 20, 2000  # that are kept of the program's ou
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The access of an agent to one episode: base_url of the API, the key of the session, the name of the model, and
-    the address and key with which the reward is posted."""
+    """The access of an agent to one episode: to the API, and to where its reward is posted."""
 
     base_url: str
     api_key: str
@@ -58,11 +54,9 @@ class AgentEnvironment(Protocol):
 
     async def play(self, seed: int, split: str, access: Access) -> float | None:
         """Plays one episode to its end; its reward, or None when that is posted. Raises `EnvironmentFailure`."""
-        ...
 
     async def close(self) -> None:
         """Frees what the episode holds; called once, also after a failure or a cancelled call."""
-        ...
 
 
 class Agent:
@@ -160,10 +154,10 @@ def _last_line(output: str) -> float:
     last = output.rpartition("\n")[2]
     try:
         found = json.loads(last)
-    except ValueError:
-        found = None
-    value = found.get("reward") if isinstance(found, dict) else found
-    if isinstance(value, bool) or not isinstance(value, int | float):
+        value = found["reward"] if isinstance(found, dict) else found
+    except (ValueError, KeyError):
+        value = None
+    if type(value) not in (int, float):
         expected = 'expected a number or {"reward": number}'
         raise EnvironmentFailure("bad_reward", f"last line of output {last[:200]!r}, {expected}")
     return float(value)

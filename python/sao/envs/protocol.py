@@ -1,14 +1,15 @@
 """The contract of environments: `reset` gives the first messages, `step` takes the policy's text, `close` ends it.
 
-An environment fails by raising `EnvironmentFailure(reason, detail)`. A failure is never a reward: an episode that could
-not be set up, stepped or scored is left out of training and counted under its reason. The grader lives in the
-environment's own process and sees the policy's text only as text, so nothing a policy writes can set a reward.
+An environment fails by raising `EnvironmentFailure(reason, detail)`. A failure is never a reward: the episode is left
+out of training and counted under its reason. The grader sees the policy's text only as text, so nothing a policy writes
+can set a reward.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -37,11 +38,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of a step.
+    """The result of a step. messages: the observations that follow the policy's turn; empty when `done`.
 
-    messages: the observations that follow the policy's turn; empty when `done`.
-    reward: the episode's reward when `done`; before that, an optional reward of this turn alone (`None`: no reward).
-    done: the episode is over.
+    reward: the episode's reward when `done`; before that, an optional reward of this turn alone (None: no reward).
     """
 
     messages: tuple[Message, ...]
@@ -64,15 +63,12 @@ class Environment(Protocol):
 
     async def reset(self, seed: int, split: str) -> tuple[Message, ...]:
         """Starts the task of (seed >= 0, split "train" or "eval"); returns the first messages, at least one."""
-        ...
 
     async def step(self, text: str) -> StepResult:
         """Takes the policy's turn as text, without the stop token."""
-        ...
 
     async def close(self) -> None:
         """Frees what the environment holds; called once, also after a failure or a cancelled call."""
-        ...
 
 
 class SingleTask(Generic[T]):
@@ -94,7 +90,7 @@ class SingleTask(Generic[T]):
         return StepResult((), reward, True)
 
     async def close(self) -> None:
-        """Forgets the task: there is no other resource."""
+        """Forgets the task."""
         self._task = None
 
 
@@ -131,24 +127,18 @@ def check_split(seed: int, split: str) -> None:
 def check_reward(reward: Any, reward_range: tuple[float, float]) -> float:
     """The reward as a float. Raises `EnvironmentFailure("bad_reward")` unless it is a finite number in range."""
     low, high = reward_range
-    if not isinstance(reward, Real):
-        raise EnvironmentFailure("bad_reward", f"reward: {reward!r}, expected a number in [{low}, {high}]")
     try:
-        value = float(reward)
+        value: Any = float(reward) if isinstance(reward, Real) else reward
     except OverflowError:  # an integer beyond all floats
         value = math.inf
-    if not math.isfinite(value) or not low <= value <= high:
+    if not isinstance(value, float) or not math.isfinite(value) or not low <= value <= high:
         raise EnvironmentFailure("bad_reward", f"reward: {value!r}, expected a number in [{low}, {high}]")
     return value
 
 
 def is_unicode(text: str) -> bool:
     """Whether the text can be encoded: what Python decodes with `surrogateescape`, and some JSON, cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return re.search("[\ud800-\udfff]", text) is None
 
 
 def check_messages(messages: Any, what: str) -> tuple[Message, ...]:
@@ -158,9 +148,7 @@ def check_messages(messages: Any, what: str) -> tuple[Message, ...]:
     for index, message in enumerate(messages):
         known = isinstance(message, Message) and message.role in get_args(Role)
         if not known or not isinstance(message.content, str) or not is_unicode(message.content):
-            expected = (
-                f"a Message of role {', '.join(get_args(Role))} whose content is text without half surrogate pairs"
-            )
+            expected = f"a Message of role {', '.join(get_args(Role))}, its content text without half surrogate pairs"
             raise EnvironmentFailure("bad_messages", f"{what}[{index}]: {message!r:.300}, expected {expected}")
     return tuple(messages)
 

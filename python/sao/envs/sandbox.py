@@ -5,9 +5,8 @@ With bubblewrap (`bwrap`) a script sees the system's programs read-only, the fol
 everything that it has started. Without bubblewrap a `Sandbox` is refused, unless `allow_unprotected` says that the
 machine itself is the sandbox: `unshare` still takes network and processes away, but files have their permissions only.
 
-CPU time, address space, file size and number of processes are limited by rlimits, wall-clock time by a kill of the
-whole process tree. Address space and file size are limits of one process and one file; the product with the number
-of processes bounds the sum. Run as root, scripts get a user of their own: root is exempt from the limit of processes.
+CPU time, address space (of a process), file size and number of processes are limited by rlimits, wall-clock time by a
+kill of the whole tree. Run as root, scripts get a user of their own: root is exempt from the limit of processes.
 """
 
 from __future__ import annotations
@@ -198,10 +197,8 @@ class Sandbox:
 async def _start(
     command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
 ) -> tuple[asyncio.subprocess.Process, asyncio.CancelledError | None]:
-    """Starts a sandbox, with these descriptors, to the end even when it is cancelled meanwhile: asyncio would kill the
-    process alone, not what it has forked by then, and wait without end for whoever has its pipes.
-
-    Raises `EnvironmentFailure("sandbox_error")` for what cannot be started.
+    """Starts a sandbox, to the end even when it is cancelled meanwhile: asyncio would kill the process alone, not what
+    it has forked by then, and wait without end for whoever has its pipes. Raises `EnvironmentFailure("sandbox_error")`.
     """
     starting = asyncio.ensure_future(
         asyncio.create_subprocess_exec(
@@ -246,9 +243,8 @@ async def _read(process: asyncio.subprocess.Process, kept: bytearray, most: int)
 
 
 async def _end(process: asyncio.subprocess.Process, info: int) -> None:
-    """Ends the whole tree, and waits until nothing of it is left: bubblewrap ends as soon as it knows the exit code,
-    before the kernel has killed what the script left in the background, and that could go on writing while a grader
-    reads.
+    """Ends the whole tree, and waits until nothing of it is left: bubblewrap ends before what the script left in the
+    background, which could go on writing while a grader reads.
 
     A process namespace's first process is gone only after all others (`zap_pid_ns_processes` in Linux). It is killed by
     itself as well: it leaves the group before it asks to die with its parent, which may be dead by then.
@@ -275,9 +271,8 @@ async def _end(process: asyncio.subprocess.Process, info: int) -> None:
 
 
 def _first(info: int, kill: bool) -> int | None:
-    """A descriptor of the first process of the namespace, which it kills if it is to. None when it is gone, and when
-    nothing whole was written: by unshare, which itself waits for that process, or by a bubblewrap that did not get far;
-    it writes everything before the first process may go on and leave the group.
+    """A descriptor of the first process of the namespace, which is killed if `kill`. None when it is gone, and when
+    nothing whole was written: by unshare, which itself waits for that process, or by a bubblewrap that did not get far.
     """
     os.set_blocking(info, False)
     try:

@@ -5,9 +5,9 @@ ends the episode: the reward is 1 if what has been *committed* passes every hidd
 package's modules, the names of their functions and the order in which they are applied agree with its documentation.
 
 The hidden tests are arguments and expected results. At the end, the committed files are unpacked in a fresh sandbox,
-which gets the arguments only and returns what the functions return; the comparison takes place in this process. So
-there is nothing in reach of the policy that a reward could be read from or written to. The environment's folder is
-temporary and made from the seed, so a lost episode can be played again.
+which gets the arguments only and returns what the functions return; they are compared in this process. So nothing in
+reach of the policy tells or makes a reward. The folder is temporary and made from the seed: a lost episode can be
+played again.
 
 Failures: "sandbox_error" (a sandbox did not come up, or the repository could not be made), "timeout" (a script could
 not be ended). A script that takes too long is no failure: it is killed, and the policy is told so.
@@ -38,6 +38,11 @@ from sao.errors import ConfigError, EnvironmentFailure
 _SYSTEM = (
     "You work in a git repository through a shell. Each of your turns is a shell script and runs in the repository's"
     " folder; you see its exit code and output. The turn `done` ends the work; only what is committed counts."
+)
+_REQUEST = (
+    "The modules of the package `{package}` no longer do what docs/ says. For every module there is a file in docs/"
+    " with its rule (the section `In force`); docs/order.md says what the modules' functions are called and in which"
+    " order `{package}/total.py` applies them. Make the code agree with the documentation and commit it."
 )
 _VARIABLES = {
     **{f"GIT_{role}_NAME": "agent" for role in ("AUTHOR", "COMMITTER")},
@@ -108,14 +113,13 @@ class Workspace(SingleTask[RepositoryTask]):
         if made.exit_code != 0:
             raise EnvironmentFailure("sandbox_error", f"git: {made.output[:400]!r}")
         self._task = task
-        return (Message("system", _SYSTEM), Message("user", _request(task)))
+        return (Message("system", _SYSTEM), Message("user", _REQUEST.format(package=task.package)))
 
     async def step(self, text: str) -> StepResult:
         """Runs a script, or grades after `done`. Raises `EnvironmentFailure` as the module says."""
         task = self._running()
         assert self._folder is not None
-        fenced = _FENCED.match(text)
-        script = fenced.group(1) if fenced else text
+        script = _FENCED.sub(r"\1", text)
         if script.strip() == "done":
             return await self._finish(await self._grade(task))
         if not _passable(script):
@@ -164,15 +168,6 @@ class Workspace(SingleTask[RepositoryTask]):
 def _passable(script: str) -> bool:
     """Whether it can be an argument of a program: Linux takes 128 KiB, and no NUL."""
     return is_unicode(script) and "\0" not in script and len(script.encode()) <= _SCRIPT_BYTES
-
-
-def _request(task: RepositoryTask) -> str:
-    return (
-        f"The modules of the package `{task.package}` no longer do what docs/ says. For every module there is a file"
-        f" in docs/ with its rule (the section `In force`); docs/order.md says what the modules' functions are called"
-        f" and in which order `{task.package}/total.py` applies them. Make the code agree with the documentation and"
-        " commit it."
-    )
 
 
 def _write(files: dict[str, str], folder: Path) -> None:

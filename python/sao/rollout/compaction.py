@@ -19,7 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from sao.config import Config
-from sao.engines.base import Engine
+from sao.engines.base import Completion, Engine
 from sao.envs.protocol import Message
 from sao.errors import ConfigError, EnvironmentFailure
 from sao.rollout.chat import Renderer
@@ -28,7 +28,6 @@ from sao.rollout.window import Window, joined
 from sao.trajectory import Metadata
 
 PLACE = "{summary}"
-_PROBE = "a"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ class Compactor:
     def _request_tokens(self) -> int:
         sizes = []
         for role in ("user", "tool"):
-            before = (Message(role, _PROBE),)
+            before = (Message(role, "a"),)
             try:
                 plain = self.renderer.observation(before, None).size
                 sizes.append(self.renderer.observation(joined(before, self.request_message), None).size - plain)
@@ -102,16 +101,13 @@ class Compaction:
     shared: Compactor
     window: Window
     recorder: Recorder
-    summary_tokens: list[int] = field(default_factory=list)
-    stop_reasons: list[str] = field(default_factory=list)
+    summaries: list[Completion] = field(default_factory=list)
     carried: list[int] = field(default_factory=list)
-    rolled_back: int = 0
-    forgotten: int = 0
-    clipped: int = 0
-    interaction_tokens: int = 0
 
     def __post_init__(self) -> None:
-        self._first, self.interaction_tokens = self.window.opening, self.window.ids.size
+        self._first = self.window.opening
+        self.counts = {"rolled_back_steps": 0, "forgotten_steps": 0, "clipped_observations": 0}
+        self.counts["interaction_tokens"] = self.window.ids.size
 
     async def observe(self, messages: Sequence[Message]) -> str | None:
         """Takes an observation and compacts if that is due. Returns why the rollout has to end here, or None.
@@ -121,10 +117,10 @@ class Compaction:
         """
         self.window.observe(self._clip(messages))
         step = self.window.steps[-1]
-        self.interaction_tokens += step.stop - step.start
+        self.counts["interaction_tokens"] += step.stop - step.start
         if self.window.room_tokens >= self.shared.threshold_tokens:
             return None
-        if len(self.summary_tokens) == self.shared.config.max_compactions:
+        if len(self.summaries) == self.shared.config.max_compactions:
             return "compactions"
         return await self._compact()
 
@@ -132,19 +128,16 @@ class Compaction:
         """For `Trajectory.metadata`; lists are joined by commas, one entry a compaction."""
         shared = self.shared
         return {
-            "compactions": len(self.summary_tokens),
+            "compactions": len(self.summaries),
             "compaction_request": shared.request.name,
             "compaction_resume": shared.resume.name,
             "compaction_threshold_tokens": shared.threshold_tokens,
             "compaction_summariser": shared.config.summariser or "policy",
             "compaction_keeps_task_prompt": shared.config.keep_task_prompt,
-            "summary_tokens": ",".join(map(str, self.summary_tokens)),
-            "summary_stop_reasons": ",".join(self.stop_reasons),
+            "summary_tokens": ",".join(str(summary.token_ids.size) for summary in self.summaries),
+            "summary_stop_reasons": ",".join(summary.stop_reason for summary in self.summaries),
             "carried_steps": ",".join(map(str, self.carried)),
-            "rolled_back_steps": self.rolled_back,
-            "forgotten_steps": self.forgotten,
-            "clipped_observations": self.clipped,
-            "interaction_tokens": self.interaction_tokens,
+            **self.counts,
         }
 
     def _clip(self, messages: Sequence[Message]) -> Sequence[Message]:
@@ -160,7 +153,7 @@ class Compaction:
                 return messages
             found = shared.renderer.cut(messages, last, limit) if limit > 0 else None
             if found is not None:
-                self.clipped += 1
+                self.counts["clipped_observations"] += 1
                 return found
         return messages
 
@@ -173,12 +166,11 @@ class Compaction:
                 break
         else:
             return "summary_request"
-        name = f"summary-{len(self.summary_tokens)}"
+        name = f"summary-{len(self.summaries)}"
         segment = window.segment if shared.config.merge_summary and kept == n_steps else None
         completion, _ = await self.recorder.sample(name, prompt, most, segment, "summary", shared.summariser)
-        self.summary_tokens.append(completion.token_ids.size)
-        self.stop_reasons.append(completion.stop_reason)
-        self.rolled_back += n_steps - kept
+        self.summaries.append(completion)
+        self.counts["rolled_back_steps"] += n_steps - kept
         text = visible(shared.renderer.decode(completion.token_ids), shared.renderer.reasons_first)
         if not text:
             return "empty_summary"
@@ -189,7 +181,7 @@ class Compaction:
         else:
             return "no_room"
         self.carried.append(carry)
-        self.forgotten += max(0, n_steps - kept - carry)
+        self.counts["forgotten_steps"] += max(0, n_steps - kept - carry)
         window.rebuild(opening, carry=carry)
         return None
 

@@ -1,7 +1,6 @@
 """The recorder of a rollout: from a request to the engine to the trajectory, for episodes and for agents alike.
 
-An engine's completion is checked here and written into a segment once, behind the very prompt it was sampled from; so
-nothing that was sampled is lost, recorded twice or paired with other tokens.
+A completion is checked and written into a segment once, behind the very prompt it was sampled from.
 """
 
 from __future__ import annotations
@@ -47,11 +46,10 @@ class Assignment:
 class Recorder:
     """The record of one assignment while it is played; also when it fails: the tokens that a failure cost are counted.
 
-    sampling_seed: every request gets a seed derived from it and the assignment; None: the engine's own stream.
-    send: takes each turn that is over (see `sao.rollout.turns`); None: they are not kept.
-
-    turns: turns of the policy so far. sampled_tokens: by the policy, those of refused completions included. timings_s:
-    seconds by cause; whoever plays adds its own.
+    sampling_seed: every request gets a seed derived from it and the assignment; None: the engine's own stream. send:
+    takes each turn that is over (see `sao.rollout.turns`); None: they are not kept. turns: of the policy so far.
+    sampled_tokens: by the policy, those of refused completions included. timings_s: seconds by cause; whoever plays
+    adds its own.
     """
 
     def __init__(
@@ -126,11 +124,9 @@ class Recorder:
         if summariser is not None:
             return completion, None
         for version, mark in completion.fingerprints.items():
-            if self._fingerprints.setdefault(version, mark) != mark:
-                raise EngineError(
-                    f"bad_completion: request {request.id}: version {version} has fingerprint {mark}, "
-                    f"before it was {self._fingerprints[version]}"
-                )
+            if (before := self._fingerprints.setdefault(version, mark)) != mark:
+                text = f"version {version} has fingerprint {mark}, before it was {before}"
+                raise EngineError(f"bad_completion: request {request.id}: {text}")
         if segment is None:
             segment = SegmentBuilder(kind)
             self._segments.append(segment)

@@ -1,4 +1,4 @@
-"""A renderer without a tokenizer, for runs of the whole system without a model."""
+"""A renderer without a tokenizer."""
 
 from __future__ import annotations
 
@@ -30,21 +30,17 @@ class ScriptedRenderer(Renderer):
         self._special, self._head = {}, ""
 
     def initial(self, messages: Sequence[Message]) -> np.ndarray:
-        """See `Renderer`."""
         texts = [self._encode(message.content) for message in messages]
         return np.concatenate([*texts, np.array([1], np.int32)])
 
     def conversation(self, messages: Sequence[Message]) -> np.ndarray:
-        """See `Renderer`."""
         return self.initial(messages)
 
     def observation(self, messages: Sequence[Message], last_id: int | None) -> np.ndarray:
-        """See `Renderer`."""
         end = np.zeros(0 if last_id == 0 else 1, np.int32)
         return np.concatenate([end, self.initial(messages)])
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
-        """See `Renderer`: the ids as numbers, without the stop token."""
         return " ".join(str(int(i)) for i in ids if i)
 
     def _encode(self, text: str) -> np.ndarray:
