@@ -48,34 +48,31 @@ def check(config: Config, *, role: Role = "run", overwrite: bool = False, resume
 
 
 def _keys(config: Config) -> Iterator[str]:
-    transport = config.transport
     try:
-        server_keys(transport.keys, transport.bind)
-        client_keys(transport.keys, transport.bind, SUPERVISOR, SUPERVISOR)
+        server_keys(config.transport.keys, config.transport.bind)
+        client_keys(config.transport.keys, config.transport.bind, SUPERVISOR, SUPERVISOR)
     except ConfigError as error:
         yield f"transport.{error}"
 
 
 def _metrics_port(config: Config) -> Iterator[str]:
     port = config.telemetry.prometheus_port
-    if port is None:
-        return
-    if not installed("prometheus_client"):
+    if port is not None and not installed("prometheus_client"):
         extra = "install the extra: pip install 'sao[tracking]'"
         yield f"telemetry.prometheus_port: needs prometheus_client, not installed; {extra}"
-        return
-    try:
-        socket.create_server((sinks.PROMETHEUS_HOST, port)).close()
-    except OSError as error:
-        yield sinks.taken(port, error)
+    elif port is not None:
+        try:
+            socket.create_server((sinks.PROMETHEUS_HOST, port)).close()
+        except OSError as error:
+            yield sinks.taken(port, error)
 
 
 def _packages(config: Config) -> Iterator[str]:
     engine = config.generator.engine
     extra, needed = ("vllm", (*PACKAGES, "vllm")) if engine == "vllm" else ("train", PACKAGES)
     if absent := ", ".join(name for name in needed if not installed(name)):
-        install = f"install the extra: pip install 'sao[{extra}]'"
-        yield f"generator.engine: {engine!r} needs {absent}, not installed; {install}"
+        text = f"needs {absent}, not installed; install the extra: pip install 'sao[{extra}]'"
+        yield f"generator.engine: {engine!r} {text}"
     if config.telemetry.wandb and not installed("wandb"):
         yield "telemetry.wandb: needs wandb, not installed; pip install wandb"
 
@@ -101,7 +98,7 @@ def _model_folder(field: str, path: str) -> Iterator[str]:
 
 
 def _has_chat_template(folder: Path) -> bool:
-    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+    if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
         return True
     try:
         return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))

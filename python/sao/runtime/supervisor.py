@@ -5,6 +5,7 @@ into its inbox, and it makes these calls one after the other. Whatever ends the 
 message asks all to stop, then SIGTERM, then SIGKILL to the whole family.
 """
 
+import math
 import queue
 import signal
 import threading
@@ -84,12 +85,12 @@ class Restarts:
 
     def described(self, name: str) -> str:
         """How often the process has ended and since when; empty if it was never started again."""
-        times = self._times[name]
-        if not times:
+        if not (times := self._times[name]):
             return ""
         lately = time.monotonic() - times[0] <= RESTART_WINDOW_S
-        since = f"in {RESTART_WINDOW_S:g} s" if lately else f"since step {self._furthest}"
-        return f" {len(times) + 1} times {since}"
+        return f" {len(times) + 1} times " + (
+            f"in {RESTART_WINDOW_S:g} s" if lately else f"since step {self._furthest}"
+        )
 
 
 class Supervisor:
@@ -110,9 +111,8 @@ class Supervisor:
         self._restarts = Restarts()
         self._client: Client | None = None
         self._outcome: Outcome | None = None
-        self._signals = 0
-        self._done_by: float | None = None
-        self.last_step = 0
+        self._signals = self.last_step = 0
+        self._done_by = math.inf
         self._waiting_since, self._stall_s = time.monotonic(), STALL_S
 
     def run(self) -> Outcome:
@@ -173,19 +173,13 @@ class Supervisor:
 
     def _wait_once(self, timeout_s: float = TICK_S) -> None:
         """Makes one call from the inbox, or none in this time, and looks at the clock."""
-        try:
-            call = self._inbox.get(timeout=timeout_s)
-        except queue.Empty:
-            pass
-        else:
-            call()
-        self._on_clock(time.monotonic())
-
-    def _on_clock(self, now: float) -> None:
+        with suppress(queue.Empty):
+            self._inbox.get(timeout=timeout_s)()
         self._tick()
+        now = time.monotonic()
         if self._outcome is not None:
             return
-        if self._done_by is not None and now > self._done_by:
+        if now > self._done_by:
             self._finish(EXIT_FAILED, "the broker ended before the run was done")
         if now - self._waiting_since > self._stall_s:
             self._stall_s *= 2
@@ -208,8 +202,7 @@ class Supervisor:
         elif isinstance(message, messages.Done):
             self._finish(EXIT_FAILED if message.failed else EXIT_DONE, message.reason)
         elif isinstance(message, messages.EvalReport | messages.Event):
-            fields = structs.asdict(message)
-            del fields["frames"]
+            fields = {name: value for name, value in structs.asdict(message).items() if name != "frames"}
             self._report("eval" if isinstance(message, messages.EvalReport) else "event", fields)
 
     def _on_snapshot(self, text: str, answer: Future[Message]) -> None:
@@ -232,8 +225,7 @@ class Supervisor:
 
     def _on_exit(self, child: Child) -> None:
         name, role = child.command.name, child.command.role
-        removed = self._running.get(name) is not child
-        if not removed:
+        if not (removed := self._running.get(name) is not child):
             del self._running[name]
         if self._outcome is not None:
             if role == "learner" and child.returncode != 0 and self._outcome.exit_code == EXIT_DONE:
@@ -252,10 +244,10 @@ class Supervisor:
         counted = name if role == "generator" else role
         if self._may_start_again(child) and self._restarts.permit(counted):
             self._start_again(child)
-            return
-        often = self._restarts.described(counted)
-        reason = f"{name} ended unexpectedly{often} ({child.how_it_ended}); last lines of {self._logs / name}.log:"
-        self._finish(EXIT_FAILED, f"{reason}\n{child.last_lines() or '(nothing was written)'}")
+        else:
+            ended = f"ended unexpectedly{self._restarts.described(counted)} ({child.how_it_ended})"
+            text = f"{name} {ended}; last lines of {self._logs / name}.log:"
+            self._finish(EXIT_FAILED, f"{text}\n{child.last_lines() or '(nothing was written)'}")
 
     def _may_start_again(self, child: Child) -> bool:
         """Whether a new process can go on where this one was: broker and learner only if they were killed."""
@@ -266,20 +258,21 @@ class Supervisor:
         return able and config.run.restart_killed and code < 0
 
     def _start_again(self, child: Child) -> None:
-        role, name, index = child.command.role, child.command.name, 0
-        text = f"{name} ended unexpectedly ({child.how_it_ended}); started again"
+        role, name, reason = child.command.role, child.command.name, f"its process ended ({child.how_it_ended})"
+        index, again = 0, "started again"
         if role == "generator":
             index = int(name.removeprefix("g"))
-            text += f" as incarnation {self._incarnations[index] + 1}"
-        self._warn(f"{text}\n{child.last_lines()}".rstrip())
-        left = messages.Left(role=role, name=name, incarnation=0, reason=f"its process ended ({child.how_it_ended})")
+            again += f" as incarnation {self._incarnations[index] + 1}"
+        self._warn(f"{name} ended unexpectedly ({child.how_it_ended}); {again}\n{child.last_lines()}".rstrip())
         if role == "broker":
             self._launch(launch.broker(self._config, self._places))
         elif role == "learner":
             self._remove("learner")
-            self._ask(structs.replace(left, name="learner"), self._bring_learner_back)
+            left = messages.Left(role=role, name="learner", incarnation=0, reason=reason)
+            self._ask(left, self._bring_learner_back)
         else:  # the broker need not wait for signs of life
-            self._ask(structs.replace(left, incarnation=self._places.number(self._incarnations[index])), lambda _: None)
+            incarnation = self._places.number(self._incarnations[index])
+            self._ask(messages.Left(role=role, name=name, incarnation=incarnation, reason=reason), lambda _: None)
             self._launch_generator_again(index)
 
     def _bring_learner_back(self, answer: Future[Message]) -> None:
@@ -303,7 +296,7 @@ class Supervisor:
                 path.unlink(missing_ok=True)
             self._places = replace(self._places, resume_step=found.step, returns=self._places.returns + 1)
             self.last_step = found.step
-            self._report("resume", found.record)
+            self._report("resume", found.record | {"lost_steps": lost})
         self._waiting_since, self._stall_s = time.monotonic(), STALL_S
         for text in resuming.settle(found, folder):
             self._warn(f"learner: {text}")
@@ -352,17 +345,13 @@ class Supervisor:
         """Whether the broker could be asked; it asks the others."""
         if self._client is None or self._client.lost is not None or "broker" not in self._running:
             return False
-        try:
+        with suppress(Error):
             self._client.call(messages.Stop(reason=reason))
-        except Error:
-            return False
-        return True
+            return True
+        return False
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float, signals_before: int) -> None:
         """Goes on with the inbox until the condition holds, the time is over or one more signal came."""
         deadline = time.monotonic() + timeout_s
-        while not condition() and self._signals <= signals_before:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                return
+        while not condition() and self._signals <= signals_before and (left_s := deadline - time.monotonic()) > 0:
             self._wait_once(min(left_s, TICK_S))
