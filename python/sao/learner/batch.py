@@ -14,6 +14,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -44,11 +45,8 @@ class Batch:
     temperatures: NDArray[np.float32]  # [T]
     truncated: NDArray[np.bool_]  # [T]
     summary: NDArray[np.bool_]  # [S], whether the segment is a summary
-    compactions: NDArray[np.int64]  # [T], as the generator says
-    timed_out: NDArray[np.bool_]  # [T], ended by the wall clock
-    drift: NDArray[np.int64]  # [T], calls of an agent that would have been encoded otherwise; -1: of no agent
     sampled_tokens: int  # of all trajectories, also those of summaries that are left out
-    turn_rewards: tuple[NDArray[np.int64], NDArray[np.float32]] | None  # flat positions and rewards
+    turn_rewards: tuple[NDArray[np.int64], NDArray[np.float32]]  # flat positions and rewards
 
     @property
     def n_trajectories(self) -> int:
@@ -71,16 +69,9 @@ class Batch:
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
     def checksum(self) -> int:
-        """CRC-32 over everything that decides the step, to compare between ranks."""
-        arrays = (
-            *(self.token_ids, self.action_mask, self.logprobs, self.lags, self.segment_offsets),
-            *(self.trajectory_offsets, self.ordinals, self.rewards, self.temperatures, self.truncated),
-            *(self.turn_rewards or ()),
-        )
-        value = 0
-        for array in arrays:
-            value = zlib.crc32(np.ascontiguousarray(array).data, value)
-        return value
+        """CRC-32 over all arrays, to compare between ranks."""
+        arrays = [value for value in vars(self).values() if isinstance(value, np.ndarray)] + [*self.turn_rewards]
+        return reduce(lambda crc, array: zlib.crc32(np.ascontiguousarray(array).data, crc), arrays, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,9 +150,6 @@ def flatten(
         truncated=np.array([t.termination.kind == "truncated" for t in trajectories], dtype=np.bool_),
         turn_rewards=_turn_rewards(trajectories, dict(zip(kept, segment_offsets.tolist(), strict=False))),
         summary=np.array([segment.kind == "summary" for segment in segments], dtype=np.bool_),
-        compactions=np.array([int(t.metadata.get("compactions") or 0) for t in trajectories], dtype=np.int64),
-        timed_out=np.array([t.termination.reason == "time_limit" for t in trajectories], dtype=np.bool_),
-        drift=np.array([int(t.metadata.get("agent_drift", -1) or 0) for t in trajectories], dtype=np.int64),
         sampled_tokens=sum(t.n_actions for t in trajectories),
     )
 
@@ -172,7 +160,7 @@ def _offsets(counts: Any) -> NDArray[np.int64]:
 
 def _turn_rewards(
     trajectories: Sequence[Trajectory], starts: dict[tuple[int, int], int]
-) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Flat positions and rewards; `starts`: the first token of each segment that is kept."""
     positions, rewards = [], []
     for number, t in enumerate(trajectories):
@@ -183,7 +171,7 @@ def _turn_rewards(
                 )
             positions.append(starts[number, index] + position)
             rewards.append(reward)
-    return (np.array(positions, dtype=np.int64), np.array(rewards, dtype=np.float32)) if positions else None
+    return np.array(positions, dtype=np.int64), np.array(rewards, dtype=np.float32)
 
 
 def micro_batches(batch: Batch, plan: Plan, rank: int, device: torch.device, attention: str = SDPA) -> list[MicroBatch]:
@@ -192,56 +180,47 @@ def micro_batches(batch: Batch, plan: Plan, rank: int, device: torch.device, att
     A rank without work in a micro-batch gets one row of padding and no action token: it takes part in every collective
     and adds zero to every sum.
     """
-    mine = plan.rank == rank
-    groups = [np.flatnonzero(mine & (plan.micro_batch == index)) for index in range(plan.n_micro_batches)]
-    temperatures = batch.temperatures[batch.trajectory_of_token]
-    return [_build(batch, plan, segments, temperatures, device, attention) for segments in groups]
+    temperatures, built = batch.temperatures[batch.trajectory_of_token], []
 
+    def put(array: NDArray[Any]) -> torch.Tensor:
+        kind = torch.float32 if array.dtype.kind == "f" else torch.int64
+        return torch.from_numpy(array).to(device=device, dtype=kind)
 
-def _build(
-    batch: Batch,
-    plan: Plan,
-    segments: NDArray[np.int64],
-    temperatures: NDArray[np.float32],
-    device: torch.device,
-    attention: str,
-) -> MicroBatch:
-    starts, lengths = batch.segment_offsets[:-1][segments], batch.lengths[segments]
-    if attention == FLASH:  # one row: position ids are all that says where a segment begins
-        rows, places = np.zeros(len(segments), dtype=np.int64), np.cumsum(lengths) - lengths
-    else:
-        rows = np.unique(plan.row[segments], return_inverse=True)[1]
-        places = plan.position[segments].astype(np.int64)
-    n_rows = int(rows.max(initial=0)) + 1
-    width = int((places + lengths).max(initial=1))
-    # Index arithmetic over all tokens of the group at once: which flat token goes to which row and column.
-    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    flat = np.repeat(starts, lengths) + within
-    row, column = np.repeat(rows, lengths), np.repeat(places, lengths) + within
-    token_ids = np.zeros((n_rows, width), dtype=np.int64)
-    position_ids = np.zeros((n_rows, width), dtype=np.int64)
-    owner = np.full((n_rows, width), _PADDING, dtype=np.int64)
-    token_ids[row, column] = batch.token_ids[flat]
-    position_ids[row, column] = within
-    owner[row, column] = np.repeat(segments, lengths)
-    action = batch.action_mask[flat]
-    chosen = flat[action]
-
-    def put(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype)
-
-    return MicroBatch(
-        token_ids=put(token_ids, torch.int64),
-        position_ids=put(position_ids, torch.int64),
-        attention_mask=mask(put(owner, torch.int64), attention),
-        state_rows=put(row[action], torch.int64),
-        state_columns=put(column[action] - 1, torch.int64),
-        action_ids=put(batch.token_ids[chosen], torch.int64),
-        rollout_logprobs=put(batch.logprobs[chosen], torch.float32),
-        temperatures=put(temperatures[chosen], torch.float32),
-        lags=put(batch.lags[chosen], torch.int64),
-        flat=put(chosen, torch.int64),
-        all_rows=put(row, torch.int64),
-        all_columns=put(column, torch.int64),
-        all_flat=put(flat, torch.int64),
-    )
+    for index in range(plan.n_micro_batches):
+        segments = np.flatnonzero((plan.rank == rank) & (plan.micro_batch == index))
+        starts, lengths = batch.segment_offsets[:-1][segments], batch.lengths[segments]
+        ends = np.cumsum(lengths)
+        if attention == FLASH:  # one row: position ids are all that says where a segment begins
+            rows, places = np.zeros_like(segments), ends - lengths
+        else:
+            rows = np.unique(plan.row[segments], return_inverse=True)[1]
+            places = plan.position[segments].astype(np.int64)
+        shape = (int(rows.max(initial=0)) + 1, int((places + lengths).max(initial=1)))
+        # Index arithmetic over all tokens of the group at once: which flat token goes to which row and column.
+        within = np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths)
+        flat = np.repeat(starts, lengths) + within
+        row, column = np.repeat(rows, lengths), np.repeat(places, lengths) + within
+        token_ids, position_ids = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        owner = np.full(shape, _PADDING, dtype=np.int64)
+        token_ids[row, column] = batch.token_ids[flat]
+        position_ids[row, column] = within
+        owner[row, column] = np.repeat(segments, lengths)
+        action = batch.action_mask[flat]
+        chosen = flat[action]
+        part = MicroBatch(
+            token_ids=put(token_ids),
+            position_ids=put(position_ids),
+            attention_mask=mask(put(owner), attention),
+            state_rows=put(row[action]),
+            state_columns=put(column[action] - 1),
+            action_ids=put(batch.token_ids[chosen]),
+            rollout_logprobs=put(batch.logprobs[chosen]),
+            temperatures=put(temperatures[chosen]),
+            lags=put(batch.lags[chosen]),
+            flat=put(chosen),
+            all_rows=put(row),
+            all_columns=put(column),
+            all_flat=put(flat),
+        )
+        built.append(part)
+    return built

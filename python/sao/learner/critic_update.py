@@ -1,9 +1,4 @@
-"""The critic's part of a step: K updates towards the targets, and the advantages that its values give.
-
-V      <- critic at the state before every action token, before any update of this step
-adv    <- GAE(lambda_policy of each trajectory); target <- GAE(lambda_critic) + V
-K times: critic <- one optimizer step on  sum of value losses / action tokens of the batch
-"""
+"""The critic's part of a step: K updates towards the targets, and the advantages that its values give."""
 
 from __future__ import annotations
 
@@ -47,11 +42,11 @@ class CriticUpdate:
                 return None, "non-finite value of the critic"
         advantages, targets, lambdas = self._estimate(work, values, bootstrap)
         for number in range(1, self.config.learner.critic_passes + 1):
-            # V_old is frozen here: what the critic said before the first update of this step. In a first pass that
-            # gives the values itself, V is V_old, and the two forms of the loss are one.
-            old = None if number == 1 and returns else torch.from_numpy(values).to(self.world.device)
+            # V_old is what the critic said before the first update of this step. In a first pass that gives the values
+            # itself, V is V_old, and the two forms of the loss are one.
+            clipped = self.config.learner.value_loss == "clipped" and not (number == 1 and returns)
             with work.timed("critic"):
-                seen = self._pass(work, number, torch.from_numpy(targets).to(self.world.device), old)
+                seen = self._pass(work, number, targets, values if clipped else None)
             if skipped := self.optimizer.update(work.n_actions, "critic", f"_{number}", work):
                 return None, skipped
             if number == 1 and returns:
@@ -70,15 +65,16 @@ class CriticUpdate:
         work.record(targets=targets, values=values)
         return advantages, None
 
-    def _pass(self, work: Work, number: int, targets: torch.Tensor, old: torch.Tensor | None) -> Floats:
-        """Leaves gradient sums in the critic. Returns its values by flat index, float32[N]; `old` as well."""
-        learner, n_actions = self.config.learner, work.n_actions
-        totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)  # loss, values outside of the clip
-        seen = torch.zeros(len(targets), dtype=torch.float32, device=self.world.device)
+    def _pass(self, work: Work, number: int, targets: Floats, old: Floats | None) -> Floats:
+        """Leaves gradient sums in the critic. Returns its values by flat index, float32[N]; `old` (V_old) as well."""
+        learner, n_actions, device = self.config.learner, work.n_actions, self.world.device
+        totals = torch.zeros(2, dtype=torch.float64, device=device)  # loss, values outside of the clip
+        wanted, seen = torch.from_numpy(targets).to(device), torch.zeros(len(targets), device=device)
+        frozen = None if old is None else torch.from_numpy(old).to(device)
         for part in work.micro:
             values = self.model(part, part.state_rows, part.state_columns)
-            before = None if old is None or learner.value_loss == "mse" else old[part.flat]
-            loss = value_loss(values=values, targets=targets[part.flat], old_values=before, clip=learner.value_clip)
+            before = None if frozen is None else frozen[part.flat]
+            loss = value_loss(values=values, targets=wanted[part.flat], old_values=before, clip=learner.value_clip)
             loss.total.backward()
             totals[0] += loss.total.detach()
             if loss.clipped is not None:
@@ -101,17 +97,14 @@ class CriticUpdate:
         with work.timed("values"):
             after = torch.zeros(len(batch.token_ids) + 1, dtype=torch.float32, device=self.world.device)
             for part in work.micro:
-                if everywhere:
-                    rows, columns, flat = part.all_rows, part.all_columns, part.all_flat
-                else:
-                    rows, columns, flat = part.state_rows, part.state_columns, part.flat - 1
-                after[flat + 1] = self.model(part, rows, columns).float()
+                states = (part.all_rows, part.all_columns) if everywhere else (part.state_rows, part.state_columns)
+                after[part.all_flat + 1 if everywhere else part.flat] = self.model(part, *states).float()
             # after[k + 1] is the value of the state that ends with token k, so after[k] is that before token k.
             found = self.world.total(after).cpu().numpy()
         bootstrap = None
         if algorithm.bootstrap_truncated:
             ends = batch.segment_offsets[batch.trajectory_offsets[1:]]
-            bootstrap = np.where(batch.truncated, found[ends], np.float32(0.0)).astype(np.float32)
+            bootstrap = np.where(batch.truncated, found[ends], np.float32(0.0))
         return found[:-1], bootstrap
 
     def _estimate(

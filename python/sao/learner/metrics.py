@@ -4,6 +4,8 @@ micro-batches and ranks, and divided once. `docs/reference/metrics.md` says what
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,28 +13,27 @@ from torch import Tensor
 from sao.algorithms.policy_loss import log_ratio
 from sao.learner.batch import Batch
 from sao.learner.world import World
+from sao.trajectory import Trajectory
 
 _SUMS = ("tokens", "ratio", "low", "high", "entropy", "kl", "lag0", "gap")
 _MAXIMA = ("ratio", "gap")
 
 
-def describe(batch: Batch, success_reward: float) -> dict[str, float]:
+def describe(trajectories: Sequence[Trajectory], batch: Batch, success_reward: float) -> dict[str, float]:
     """What the batch itself says: rewards, lengths, lags. The same on every rank, so nothing is reduced."""
-    mask, owner = batch.action_mask, batch.trajectory_of_token
-    count = batch.n_trajectories
-    actions = np.bincount(owner[mask], minlength=count)
+    mask, count, lags = batch.action_mask, batch.n_trajectories, batch.lags[batch.action_mask]
+    actions = np.bincount(batch.trajectory_of_token[mask], minlength=count)
     starts = mask.copy()
     starts[1:] &= ~mask[:-1]
     starts[batch.segment_offsets[:-1]] = mask[batch.segment_offsets[:-1]]
-    lags = batch.lags[mask]
     numbers = {
         "reward/mean": batch.rewards.mean(),
         "reward/success": (batch.rewards >= success_reward).mean(),
         "rollout/tokens": len(mask) / count,
         "rollout/actions": actions.mean(),
-        "rollout/compactions": batch.compactions.mean(),
+        "rollout/compactions": np.mean([int(t.metadata.get("compactions") or 0) for t in trajectories]),
         "rollout/truncated": batch.truncated.mean(),
-        "rollout/timed_out": batch.timed_out.mean(),
+        "rollout/timed_out": np.mean([t.termination.reason == "time_limit" for t in trajectories]),
         "rollout/actions_max": actions.max(),
         "rollout/turns": starts.sum() / count,
         "rollout/segments": len(batch.lengths) / count,
@@ -43,8 +44,8 @@ def describe(batch: Batch, success_reward: float) -> dict[str, float]:
     if batch.summary.any():
         tokens = np.bincount(batch.segment_of_token[mask], minlength=len(batch.summary))
         numbers["rollout/summary_tokens"] = tokens[batch.summary].mean()
-    if (batch.drift >= 0).any():
-        numbers["rollout/drift"] = batch.drift[batch.drift >= 0].mean()
+    if drift := [int(t.metadata["agent_drift"] or 0) for t in trajectories if "agent_drift" in t.metadata]:
+        numbers["rollout/drift"] = np.mean(drift)
     return {name: float(number) for name, number in numbers.items()}
 
 

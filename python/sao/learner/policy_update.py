@@ -1,9 +1,4 @@
-"""The policy's part of a step: one update (several for PPO) on the sum of token losses, divided once.
-
-    policy <- one optimizer step on  -sum f(r) adv log pi / action tokens of the batch        (SAO)
-
-A token older than `max_lag` has no policy gradient but stays in the denominator.
-"""
+"""The policy's part of a step: one update (several for PPO) on the sum of token losses, divided once."""
 
 from __future__ import annotations
 
@@ -41,7 +36,10 @@ class PolicyUpdate:
         Returns the number of tokens with a gradient (in the first pass) and why the step is skipped, if it is. A pass
         after the first that cannot be applied ends the passes; the step counts, since the policy has changed.
         """
-        old = self._old_logprobs(work) if self.config.algorithm.old_logprobs == "recomputed" else None
+        old = None
+        if self.config.algorithm.old_logprobs == "recomputed":
+            with torch.no_grad(), work.timed("old_logprobs"):
+                old = [self._score(part, self._fresh(part))[0] for part in work.micro]
         kept, skipped = self._pass(work, advantages, old, 1)
         for number in range(2, self.config.learner.policy_passes + 1):
             if skipped:
@@ -68,13 +66,8 @@ class PolicyUpdate:
             found = sums.metrics(work.n_actions)
         work.metrics.update({name: value for name, value in found.items() if name.startswith("logprob_gap/")})
 
-    @torch.no_grad()
-    def _old_logprobs(self, work: Work) -> list[Tensor]:
-        """Log-probs of the policy at the start of the step: float32[n] or better of each micro-batch's fresh tokens."""
-        with work.timed("old_logprobs"):
-            return [self._score(part, self._fresh(part))[0] for part in work.micro]
-
     def _pass(self, work: Work, advantages: Tensor, old: list[Tensor] | None, number: int) -> tuple[int, str | None]:
+        """As `run`, once. `old`: log-probs at the start of the step of each micro-batch's fresh tokens."""
         algorithm = self.config.algorithm
         suffix = "" if number == 1 else f"_{number}"
         token_weights, count = self._denominator(work)
@@ -110,8 +103,7 @@ class PolicyUpdate:
             self.world.total(totals)
             found = sums.metrics(work.n_actions)
         kept = int(totals[1])
-        if algorithm.denominator == "kept":
-            count = kept
+        count = kept if algorithm.denominator == "kept" else count
         work.metrics[f"loss/policy{suffix}"] = float(totals[0]) / count if count else 0.0
         if positive is not None:
             work.metrics[f"loss/positive{suffix}"] = float(totals[2]) / n_positive

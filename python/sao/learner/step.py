@@ -151,7 +151,7 @@ class Learner:
         world.agree("batch and plan", int(plan.hash) ^ batch.checksum())
         micro = micro_batches(batch, plan, world.rank, world.device, self._attention)
         work = Work(batch, plan, micro, recorded=config.telemetry.keep_trajectories > 0)
-        work.metrics.update(describe(batch, config.env.success_reward))
+        work.metrics.update(describe(trajectories, batch, config.env.success_reward))
         work.seconds["plan"] = time.perf_counter() - began
         return work
 
@@ -179,9 +179,8 @@ class Learner:
         whole.
         """
         rewards, algorithm = batch.rewards.astype(np.float64), self.config.algorithm
-        if batch.turn_rewards is not None:
-            positions, extra = batch.turn_rewards
-            np.add.at(rewards, batch.trajectory_of_token[positions], extra)
+        positions, extra = batch.turn_rewards
+        np.add.at(rewards, batch.trajectory_of_token[positions], extra)
         if algorithm.estimator == "grpo":
             found = group_advantages(rewards, batch.ordinals // algorithm.group_size, algorithm.group_size)
         else:
