@@ -11,7 +11,7 @@ from sao.algorithms.value import explained_variance, value_loss, value_moments
 from sao.config import Config
 from sao.learner.model import load_critic
 from sao.learner.optim import Optimizer
-from sao.learner.work import Work
+from sao.learner.work import Skipped, Work
 from sao.learner.world import World
 
 Floats = NDArray[np.float32]
@@ -26,11 +26,11 @@ class CriticUpdate:
     def __init__(self, config: Config, world: World) -> None:
         """Loads the critic. Raises `ConfigError` or `WeightsError` if it cannot be loaded or packed."""
         self.config, self.world, self.model = config, world, load_critic(config, world)
-        self.optimizer = Optimizer(self.model, config.learner.critic_lr, config.learner, config.run.steps, world)
+        self.optimizer = Optimizer(self.model, config.learner.critic_lr, config, world)
         self.moments = torch.zeros(5, dtype=torch.float64)
 
-    def run(self, work: Work) -> tuple[Floats | None, str | None]:
-        """K critic passes. Returns advantages float32[N] by flat index, or None and why the step is skipped."""
+    def run(self, work: Work) -> Floats:
+        """K critic passes. Returns advantages float32[N] by flat index. Raises `Skipped`."""
         algorithm, batch = self.config.algorithm, work.batch
         # With lambda_critic = 1 a target is a return and needs no value; then the first critic pass, which runs before
         # any update, gives the values on its way and their own forward pass is saved.
@@ -39,7 +39,7 @@ class CriticUpdate:
         if not returns:
             values, bootstrap = self._values(work)
             if not np.isfinite(values[batch.action_mask]).all():
-                return None, "non-finite value of the critic"
+                raise Skipped("non-finite value of the critic")
         advantages, targets, lambdas = self._estimate(work, values, bootstrap)
         for number in range(1, self.config.learner.critic_passes + 1):
             # V_old is what the critic said before the first update of this step. In a first pass that gives the values
@@ -47,8 +47,7 @@ class CriticUpdate:
             clipped = self.config.learner.value_loss == "clipped" and not (number == 1 and returns)
             with work.timed("critic"):
                 seen = self._pass(work, number, targets, values if clipped else None)
-            if skipped := self.optimizer.update(work.n_actions, "critic", f"_{number}", work):
-                return None, skipped
+            self.optimizer.update(work.n_actions, "critic", f"_{number}", work)
             if number == 1 and returns:
                 values = seen
                 advantages, _, lambdas = self._estimate(work, values, None)
@@ -63,7 +62,7 @@ class CriticUpdate:
         if known.size:
             work.metrics["lambda/mean"] = float(known.mean())
         work.record(targets=targets, values=values)
-        return advantages, None
+        return advantages
 
     def _pass(self, work: Work, number: int, targets: Floats, old: Floats | None) -> Floats:
         """Leaves gradient sums in the critic. Returns its values by flat index, float32[N]; `old` (V_old) as well."""

@@ -10,23 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sao.config.sections import LearnerSection
-from sao.learner.work import Work
+from sao.config import Config
+from sao.learner.work import Skipped, Work
 from sao.learner.world import World
 
 
 class Optimizer:
     """AdamW over the trainable parameters of one model; matrices decay, vectors (norms, biases) do not."""
 
-    def __init__(self, model: nn.Module, base_rate: float, config: LearnerSection, total_steps: int, world: World):
-        self.world, self.config, self.base_rate, self.total_steps = world, config, base_rate, total_steps
+    def __init__(self, model: nn.Module, base_rate: float, config: Config, world: World):
+        self.world, self.config, self.base_rate = world, config.learner, base_rate
+        self.total_steps = config.run.steps
         self.parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         groups = [
-            {"params": [p for p in self.parameters.values() if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in self.parameters.values() if p.ndim >= 2], "weight_decay": self.config.weight_decay},
             {"params": [p for p in self.parameters.values() if p.ndim < 2], "weight_decay": 0.0},
         ]
         self.adam = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=base_rate, betas=config.betas, foreach=True
+            [group for group in groups if group["params"]], lr=base_rate, betas=self.config.betas, foreach=True
         )
         self.set_step(0)
 
@@ -45,11 +46,11 @@ class Optimizer:
         return rate
 
     @torch.no_grad()
-    def update(self, count: float, name: str, suffix: str, work: Work) -> str | None:
+    def update(self, count: float, name: str, suffix: str, work: Work) -> None:
         """Divides the gradient sums by `count` (> 0, global), clips them to `grad_clip` and makes one AdamW step.
 
-        Returns why nothing was updated, the same on every rank, or None: a non-finite gradient on any rank leaves the
-        optimizer as it was. The norm of the mean gradient before clipping becomes the metric `NAME/grad_normSUFFIX`.
+        The norm of the mean gradient before clipping becomes the metric `NAME/grad_normSUFFIX`. Raises `Skipped` for a
+        non-finite gradient on any rank, and leaves the optimizer as it was.
         """
         with work.timed("optimizer"):
             gradients = {key: local(p.grad) for key, p in self.parameters.items() if p.grad is not None}
@@ -64,7 +65,8 @@ class Optimizer:
                 torch._foreach_mul_(list(gradients.values()), factor)
                 self.adam.step()
             self.adam.zero_grad()
-        return f"non-finite gradient of {name} {bad[0]}" if bad else None
+        if bad:
+            raise Skipped(f"non-finite gradient of {name} {bad[0]}")
 
 
 def local(tensor: Tensor) -> Tensor:

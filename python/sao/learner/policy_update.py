@@ -14,7 +14,7 @@ from sao.learner.batch import Batch, MicroBatch
 from sao.learner.metrics import PolicySums
 from sao.learner.model import load_policy
 from sao.learner.optim import Optimizer
-from sao.learner.work import Work
+from sao.learner.work import Skipped, Work
 from sao.learner.world import World
 
 LOSSES = {"dis": dis_loss, "ppo": ppo_loss, "tis": tis_loss}
@@ -28,27 +28,26 @@ class PolicyUpdate:
     def __init__(self, config: Config, world: World) -> None:
         """Loads the policy. Raises `ConfigError` if it cannot be loaded or packed."""
         self.config, self.world, self.model = config, world, load_policy(config, world)
-        self.optimizer = Optimizer(self.model, config.learner.policy_lr, config.learner, config.run.steps, world)
+        self.optimizer = Optimizer(self.model, config.learner.policy_lr, config, world)
 
-    def run(self, work: Work, advantages: Tensor) -> tuple[int, str | None]:
+    def run(self, work: Work, advantages: Tensor) -> int:
         """The policy passes; `advantages` float32[N] by flat index.
 
-        Returns the number of tokens with a gradient (in the first pass) and why the step is skipped, if it is. A pass
-        after the first that cannot be applied ends the passes; the step counts, since the policy has changed.
+        Returns the number of tokens with a gradient in the first pass, or raises `Skipped` if that cannot be applied. A
+        later one that cannot ends the passes; the step counts, since the policy has changed.
         """
         old = None
         if self.config.algorithm.old_logprobs == "recomputed":
             with torch.no_grad(), work.timed("old_logprobs"):
                 old = [self._score(part, self._fresh(part))[0] for part in work.micro]
-        kept, skipped = self._pass(work, advantages, old, 1)
+        kept = self._pass(work, advantages, old, 1)
         for number in range(2, self.config.learner.policy_passes + 1):
-            if skipped:
-                break
-            fault = self._pass(work, advantages, old, number)[1]
-            if fault:
+            try:
+                self._pass(work, advantages, old, number)
+            except Skipped as fault:
                 log.warning("policy pass %d was not applied: %s", number, fault)
                 break
-        return kept, skipped
+        return kept
 
     @torch.no_grad()
     def measure_gap(self, work: Work) -> None:
@@ -66,7 +65,7 @@ class PolicyUpdate:
             found = sums.metrics(work.n_actions)
         work.metrics.update({name: value for name, value in found.items() if name.startswith("logprob_gap/")})
 
-    def _pass(self, work: Work, advantages: Tensor, old: list[Tensor] | None, number: int) -> tuple[int, str | None]:
+    def _pass(self, work: Work, advantages: Tensor, old: list[Tensor] | None, number: int) -> int:
         """As `run`, once. `old`: log-probs at the start of the step of each micro-batch's fresh tokens."""
         algorithm = self.config.algorithm
         suffix = "" if number == 1 else f"_{number}"
@@ -111,9 +110,9 @@ class PolicyUpdate:
             work.metrics.update(found)
         if kept == 0:
             self.optimizer.adam.zero_grad()
-            return 0, "no action token with a policy gradient"
-        skipped = self.optimizer.update(count, "policy", suffix, work)
-        return (0 if skipped else kept), skipped
+            raise Skipped("no action token with a policy gradient")
+        self.optimizer.update(count, "policy", suffix, work)
+        return kept
 
     def _score(self, part: MicroBatch, fresh: Tensor) -> tuple[Tensor, Tensor]:
         scores: tuple[Tensor, Tensor] = self.model(part, fresh, chunk_tokens=self.config.learner.logprob_chunk_tokens)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from sao.algorithms.value import explained_variance
 from sao.config.sections import ValuePretrainingSection
-from sao.errors import LearnerError
 from sao.learner.export import write_critic
 from sao.learner.loop import STOPPED, commit, take, train_on
 from sao.learner.step import Learner
@@ -62,8 +61,8 @@ def pretrain(learner: Learner, connection: Client | None, run_folder: Path) -> s
     `connection` is that to the broker on rank 0 and None elsewhere. A run that is stopped from outside before the first
     batch writes nothing.
     """
-    if learner.critic is None:
-        raise LearnerError("run.task: pretrain_value needs an estimator with a critic")
+    critic = learner.critic_update
+    assert critic is not None, "the configuration's rules"
     config, reason, rollouts, tokens = learner.config, "", 0, 0
     progress = Progress(config.value_pretraining)
     while not reason:
@@ -73,7 +72,7 @@ def pretrain(learner: Learner, connection: Client | None, run_folder: Path) -> s
         else:
             result = train_on(learner, taken, Ordinals())
             rollouts, tokens = rollouts + len(taken.tasks), tokens + result.trained_tokens
-            reason = progress.add(learner.value_moments) or ""
+            reason = progress.add(critic.moments) or ""
         if reason and learner.steps:
             metadata = {
                 "model": config.learner.critic_path or config.model.path,
@@ -86,7 +85,7 @@ def pretrain(learner: Learner, connection: Client | None, run_folder: Path) -> s
                 "critic_frozen": config.learner.critic_frozen,
                 "gamma": config.algorithm.gamma,
             }
-            write_critic(learner.critic, run_folder / FOLDER, config.model.dtype, metadata, learner.world)
+            write_critic(critic.model, run_folder / FOLDER, config.model.dtype, metadata, learner.world)
         if taken is not None and result is not None:
             if progress.explained_variance is not None:
                 result.metrics["critic/explained_variance_window"] = progress.explained_variance

@@ -37,7 +37,7 @@ from sao.learner.metrics import describe
 from sao.learner.model import Policy, linear_cost
 from sao.learner.plan import plan_segments
 from sao.learner.policy_update import PolicyUpdate
-from sao.learner.work import Work
+from sao.learner.work import Skipped, Work
 from sao.learner.world import World
 from sao.storage.failpoints import failpoint
 from sao.trajectory import Trajectory
@@ -84,9 +84,9 @@ class Learner:
         algorithm = config.algorithm
         self._attention = choose(config, self.world.device)
         self._policy_update = PolicyUpdate(config, self.world) if config.run.task == "train" else None
-        self._critic_update = CriticUpdate(config, self.world) if algorithm.has_critic else None
-        self.critic = None if self._critic_update is None else self._critic_update.model
-        updates = {"policy": self._policy_update, "critic": self._critic_update}
+        self.critic_update = CriticUpdate(config, self.world) if algorithm.has_critic else None
+        self.critic = None if self.critic_update is None else self.critic_update.model
+        updates = {"policy": self._policy_update, "critic": self.critic_update}
         models = [update.model for update in updates.values() if update is not None]
         self.optimizers = {name: update.optimizer for name, update in updates.items() if update is not None}
         self._vocabulary = min(model.vocabulary for model in models)
@@ -104,11 +104,6 @@ class Learner:
             raise LearnerError("run.task: pretrain_value has a critic and no policy")
         return self._policy_update.model
 
-    @property
-    def value_moments(self) -> torch.Tensor:
-        """`algorithms.value.value_moments` of the last batch, before it was trained on; zeros without a critic."""
-        return torch.zeros(5) if self._critic_update is None else self._critic_update.moments
-
     def step(self, trajectories: Sequence[Trajectory]) -> StepResult:
         """Trains on a batch: rollouts in any order, the same on every rank.
 
@@ -118,21 +113,21 @@ class Learner:
         work = self._lay_out(trajectories)
         for name, optimizer in self.optimizers.items():
             work.metrics[f"{name}/lr"] = optimizer.set_step(self.steps)
-        advantages, skipped = self._advantages(work)
-        policy, kept, weights = self._policy_update, 0, None
-        if advantages is None:
-            pass
-        elif policy is None:
-            kept = work.n_actions
-        elif self.steps < self.config.learner.critic_warmup_steps:
-            kept = work.n_actions
-            policy.measure_gap(work)
-        else:
-            kept, skipped = policy.run(work, torch.from_numpy(advantages).to(self.world.device))
-            if skipped is None:
+        policy, kept, weights, skipped = self._policy_update, 0, None, None
+        try:
+            advantages = self._advantages(work)
+            if policy is None:
+                kept = work.n_actions
+            elif self.steps < self.config.learner.critic_warmup_steps:
+                kept = work.n_actions
+                policy.measure_gap(work)
+            else:
+                kept = policy.run(work, torch.from_numpy(advantages).to(self.world.device))
                 self.version += 1
                 with work.timed("publish"):
                     weights = self._publish()
+        except Skipped as reason:
+            skipped = str(reason)
         return self._end(work, kept, weights, skipped)
 
     def _lay_out(self, trajectories: Sequence[Trajectory]) -> Work:
@@ -155,22 +150,19 @@ class Learner:
         work.seconds["plan"] = time.perf_counter() - began
         return work
 
-    def _advantages(self, work: Work) -> tuple[Floats | None, str | None]:
-        """Advantages float32[N] by flat index, the critic being updated on the way, or None and why there are none."""
-        if self._critic_update is None:
+    def _advantages(self, work: Work) -> Floats:
+        """Advantages float32[N] by flat index, the critic being updated on the way. Raises `Skipped`."""
+        if self.critic_update is None:
             with work.timed("advantages"):
                 advantages = self._advantages_of_rewards(work.batch)
         else:
-            found, skipped = self._critic_update.run(work)
-            if found is None:
-                return None, skipped
-            advantages = found
+            advantages = self.critic_update.run(work)
         if self.config.algorithm.whiten_advantages:
             advantages = whiten(advantages, work.batch.action_mask)
         chosen = advantages[work.batch.action_mask].astype(np.float64)
         work.metrics |= {"advantage/mean": float(chosen.mean()), "advantage/std": float(chosen.std())}
         work.record(advantages=advantages)
-        return advantages, None
+        return advantages
 
     def _advantages_of_rewards(self, batch: Batch) -> Floats:
         """Advantages without a critic: the same at all action tokens of a rollout, 0 elsewhere.

@@ -15,6 +15,10 @@ from sao.learner.plan import Plan
 from sao.learner.world import World
 
 
+class Skipped(Exception):
+    """Why a step, or a further pass of it, is not applied; raised on every rank alike."""
+
+
 class Work:
     """One step in progress. `arrays`: what `sao.telemetry.recording` keeps of it, or None if it keeps nothing."""
 
