@@ -34,6 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--weights-folder", type=Path, required=True, help="folder where policy versions are published")
     parser.add_argument("--store", type=Path, help="file at which the ranks meet; default: MASTER_ADDR and MASTER_PORT")
     parser.add_argument("--checkpoint", type=Path, help="folder of a checkpoint to continue from")
+    parser.add_argument("--replay", type=Path, nargs="+", default=[], help="recorded steps to make again, nothing else")
+    parser.add_argument("--report", type=Path, help="file for what a replay has found")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are folders; nothing is fetched
@@ -47,15 +49,17 @@ def main(argv: list[str] | None = None) -> int:
         from sao.learner.checkpoint import republish, restore
         from sao.learner.loop import train
         from sao.learner.pretrain import pretrain
+        from sao.learner.replay import replay
         from sao.learner.step import Learner
         from sao.learner.world import World
 
         world = World.join(arguments.store)
         transport, limits = config.transport, Limits.of(config.transport)
-        if world.rank == 0:
+        if world.rank == 0 and not arguments.replay:
             keys = client_keys(transport.keys, arguments.endpoint, "learner", "learner")
             client = Client(arguments.endpoint, role="learner", name="learner", limits=limits, keys=keys)
-        learner, trained, weights = Learner(config, world, arguments.weights_folder), None, None
+        learner = Learner(config, world, None if arguments.replay else arguments.weights_folder)
+        trained, weights = None, None
         if client is not None and transport.weights_bind is not None:
             served = server_keys(transport.keys, transport.weights_bind, LEARNER)
             server = WeightsServer(transport.weights_bind, limits, served)
@@ -71,7 +75,9 @@ def main(argv: list[str] | None = None) -> int:
         if client is not None:
             client.connect(deadline_s=_CONNECT_S, step=learner.steps, weights=weights)
             joined = True
-        if config.run.task == "pretrain_value":
+        if arguments.replay:
+            replay(learner, arguments.replay, arguments.report)
+        elif config.run.task == "pretrain_value":
             pretrain(learner, client, arguments.run_folder)
         else:
             train(learner, client, arguments.run_folder / "checkpoints", trained)

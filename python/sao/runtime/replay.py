@@ -2,14 +2,13 @@
 
 import json
 import queue
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sao._core import ledger_history
-from sao.config import Config, parse
+from sao.config import Config, parse, save
 from sao.errors import ConfigError, LearnerError
 from sao.runtime import launch
 from sao.runtime.processes import Child, Family
@@ -103,11 +102,12 @@ def _run(config: Config, paths: list[Path], checkpoint: Checkpoint | None) -> li
     with tempfile.TemporaryDirectory(prefix="sao-replay-") as name, Family() as family:
         folder = Path(name)
         ownership.own(folder)  # so that it goes with the next start when this process is killed
-        report, store, ended = folder / "report.json", folder / "ranks", queue.SimpleQueue[Child]()
-        argv = (sys.executable, "-m", "sao.learner.replay", *map(str, paths), "--store", str(store))
-        argv += ("--report", str(report), *(("--checkpoint", str(checkpoint.path)) if checkpoint else ()))
+        save(config, folder / "config.json")
+        report, ended = folder / "report.json", queue.SimpleQueue[Child]()
+        places = launch.Places(folder, folder, folder / "ranks", "", checkpoint=checkpoint.path if checkpoint else None)
         for rank in range(config.learner.ranks):
-            command = launch.learner(config, launch.Places(folder, folder, store, ""), rank)
+            command = launch.learner(config, places, rank)
+            argv = (*command.argv, "--replay", *map(str, paths), "--report", str(report))
             family.start(replace(command, argv=argv), folder / f"{command.name}.log", ended.put)
         for _ in range(config.learner.ranks):
             try:
