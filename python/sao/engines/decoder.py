@@ -83,6 +83,8 @@ class Decoder:
     Not thread-safe; give it one thread. Requests come checked, one of a session at a time, with ids in the vocabulary
     and room for `max_new_tokens`; completions carry no fingerprints. `seed` starts the streams of requests that bring
     no seed of their own: request number k gets a stream derived from (seed, k).
+
+    waiting: new requests, append to it; each runs as soon as there is a slot. running: those that have one, by slot.
     """
 
     def __init__(self, model: torch.nn.Module, slots: int, context: int, seed: int) -> None:
@@ -90,14 +92,14 @@ class Decoder:
         self.context = context
         self.version = 0
         self.sampled_tokens = 0
-        self.waiting: deque[Request] = deque()  # for a slot
+        self.waiting: deque[Request] = deque()
+        self.running: dict[int, Request] = {}
         self.vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         self._cache = SlotCache(slots, context)
         self._seed = seed
         self._admitted = 0
         self._held_back = 0
         self._ended: list[Ended] = []
-        self._running: dict[int, Request] = {}  # by slot
         # Slots by session, the one to be used next first: free ones under their number, then the least recently used.
         self._sessions: OrderedDict[str | int, int] = OrderedDict((slot, slot) for slot in range(slots))
         self._tokens = np.zeros((slots, context), np.int64)
@@ -111,14 +113,9 @@ class Decoder:
         self._temperature = np.ones(slots, np.float32)
 
     @property
-    def running(self) -> int:
-        """Requests that hold a slot."""
-        return len(self._running)
-
-    @property
     def busy(self) -> bool:
         """Whether `step` has something to do."""
-        return bool(self.waiting or self._ended or self._running)
+        return bool(self.waiting or self._ended or self.running)
 
     def set_weights(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Copies the tensors into the model and drops all cached keys and values; further tokens carry this version.
@@ -134,15 +131,11 @@ class Decoder:
         self._cache = SlotCache(len(self._cached), self.context)  # a NaN of broken weights would spread by 0 x NaN
         self.version = version
 
-    def add(self, request: Request) -> None:
-        """Takes a request; it runs as soon as there is a slot."""
-        self.waiting.append(request)
-
     def abort(self, request: Request) -> None:
         """Drops a request without a completion; what its session has cached stays."""
         if request in self.waiting:
             self.waiting.remove(request)
-        elif self._running.get(slot := self._sessions.get(request.session, -1)) is request:
+        elif self.running.get(slot := self._sessions.get(request.session, -1)) is request:
             self._finish(slot, "abort")
 
     def release(self, session: str) -> None:
@@ -152,7 +145,7 @@ class Decoder:
             self._ended.append((request, no_tokens("abort")))
         slot = self._sessions.pop(session, None)
         if slot is not None:
-            if slot in self._running:
+            if slot in self.running:
                 self._ended.append(self._finish(slot, "abort"))
             self._sessions[slot] = slot
             self._sessions.move_to_end(slot, last=False)
@@ -161,7 +154,7 @@ class Decoder:
         """Prefills what is new and samples one token for every other running request; returns what ended."""
         while self.waiting and self._admit(self.waiting[0]):
             self.waiting.popleft()
-        running = np.array(sorted(self._running), np.int64)
+        running = np.array(sorted(self.running), np.int64)
         pending = self._length[running] - self._cached[running]
         fresh, ready = running[pending > 1], running[pending == 1]
         # A pass costs nearly the same for one row as for many: let prefills gather unless they are all there is.
@@ -177,9 +170,15 @@ class Decoder:
 
     def _admit(self, request: Request) -> bool:
         """Gives a request a slot; False when every slot is running another."""
-        slot = self._slot_of(request.session)
-        if slot is None:
-            return False
+        session = request.session
+        if session not in self._sessions:
+            idle = next((name for name, slot in self._sessions.items() if slot not in self.running), None)
+            if idle is None:
+                return False
+            self._sessions[session] = slot = self._sessions.pop(idle)
+            self._cached[slot] = 0
+        self._sessions.move_to_end(session)
+        slot = self._sessions[session]
         prompt = request.prompt_ids.astype(np.int64)
         # Keys depend on the prefix alone, so whatever part of it agrees is reused; one id must be left to compute.
         same = self._tokens[slot, : min(int(self._cached[slot]), prompt.size - 1)]
@@ -191,19 +190,9 @@ class Decoder:
         own = derive_seed(self._seed, self._admitted) if request.seed is None else request.seed
         self._seeds[slot] = own & (2**63 - 1)
         self._temperature[slot] = request.temperature
-        self._running[slot] = request
+        self.running[slot] = request
         self._admitted += 1
         return True
-
-    def _slot_of(self, session: str) -> int | None:
-        if session not in self._sessions:
-            idle = next((name for name, slot in self._sessions.items() if slot not in self._running), None)
-            if idle is None:
-                return None
-            self._sessions[session] = slot = self._sessions.pop(idle)
-            self._cached[slot] = 0
-        self._sessions.move_to_end(session)
-        return self._sessions[session]
 
     def _chunks(self, rows: np.ndarray) -> list[np.ndarray]:
         """Groups of like length whose padded size stays within `PREFILL_TOKENS`."""
@@ -237,7 +226,7 @@ class Decoder:
         for slot, token, logprob, last in zip(
             rows.tolist(), tokens.tolist(), logprobs.tolist(), full.tolist(), strict=True
         ):
-            request = self._running[slot]
+            request = self.running[slot]
             stop = token in request.stop_token_ids
             if not math.isfinite(logprob):
                 self._finish(slot, "abort")
@@ -280,7 +269,7 @@ class Decoder:
             spans_of(self._versions[slot, part]),
             reason,
         )
-        return self._running.pop(slot), completion
+        return self.running.pop(slot), completion
 
 
 def weights_of(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -84,7 +84,7 @@ class TorchEngine(Engine):
         decoder = self._decoder
         if decoder is None:
             return EngineStats()
-        return EngineStats(self._compute_s, decoder.sampled_tokens, decoder.running, len(decoder.waiting))
+        return EngineStats(self._compute_s, decoder.sampled_tokens, len(decoder.running), len(decoder.waiting))
 
     async def _start(self) -> str:
         self._loop = asyncio.get_running_loop()
@@ -152,7 +152,7 @@ class TorchEngine(Engine):
         return Decoder(model, self._slots, self._context, self._seed), weights.fingerprint(weights_of(model)[0])
 
     def _add(self, decoder: Decoder, request: Request) -> None:
-        decoder.add(request)
+        decoder.waiting.append(request)
         if not self._stepping:
             self._stepping = True
             self._call(self._step, decoder)

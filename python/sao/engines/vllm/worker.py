@@ -33,7 +33,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from sao.engines.vllm.process import BACKEND, FOLDER_PREFIX, FOLDER_VARIABLE, PARENT_VARIABLE
+from sao.engines.vllm.process import BACKEND, FOLDER_VARIABLE, PARENT_VARIABLE
 from sao.errors import WeightsError
 from sao.storage import parent_death
 from sao.transport import weights
@@ -181,9 +181,7 @@ def _same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
 
 def _end() -> None:
     """Ends this process whose generator was killed; in order, vLLM ends its processes itself."""
-    folder = Path(os.environ.get(FOLDER_VARIABLE, ""))
-    if folder.name.startswith(FOLDER_PREFIX):
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(os.environ[FOLDER_VARIABLE], ignore_errors=True)
     os._exit(1)
 
 
