@@ -66,38 +66,31 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since `start`, and the present load.
+    """Counters since `start`, and the present load."""
 
-    busy_s: seconds of computing. kv_use: share of the KV cache, 0 to 1. preempted: times that a running request was
-    thrown back to the queue for lack of memory.
-    """
-
-    busy_s: float = 0.0
+    busy_s: float = 0.0  # seconds of computing
     sampled_tokens: int = 0
-    running: int = 0
+    running: int = 0  # requests, now
     waiting: int = 0
-    kv_use: float = 0.0
-    preempted: int = 0
+    kv_use: float = 0.0  # share of the KV cache, 0 to 1, now
+    preempted: int = 0  # times that a running request was thrown back to the queue for lack of memory
 
 
 @dataclass(slots=True)
 class Flight:
-    """A request between `generate` and its completion.
-
-    since: the engine's version when it came. handle: the engine's own name for it. aborted: its session was released.
-    """
+    """A request between `generate` and its completion."""
 
     request: Request
-    since: int
-    handle: Any = None
-    aborted: bool = False
+    since: int  # the engine's version when it came
+    handle: Any = None  # the engine's own name for it
+    aborted: bool = False  # its session was released
 
 
 class Engine(ABC):
     """A generation engine. All methods are called from one asyncio loop, which they never block.
 
     Alike in all engines: requests are checked, one of a session at a time; versions only grow, and each has one
-    fingerprint; a start that fails closes; nothing is done after `close`. The rest is a subclass's, see `_start` on.
+    fingerprint; a start that fails closes; nothing is done after `close`. The rest a subclass implements.
 
     version: of the weights that sample the next token. closed: `close` was called. failure: why it will never sample
     again. metadata: of the engine in a trajectory: `engine`, `version_source` and `kv_after_update`.

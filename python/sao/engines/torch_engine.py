@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -71,7 +70,6 @@ class TorchEngine(Engine):
         self._path, self._slots, self._seed, self._dtype = model_path, slots, seed, getattr(torch, dtype)
         self._decoder: Decoder | None = None
         self._stepping = False  # a step is among the thread's calls
-        self._compute_s = 0.0
         self._thread = ThreadPoolExecutor(1, "torch-engine", torch.set_num_threads, (threads,))
 
     async def release(self, session: str) -> None:
@@ -80,11 +78,12 @@ class TorchEngine(Engine):
             self._call(self._decoder.release, session)
 
     def stats(self) -> EngineStats:
-        """See `Engine`. busy_s: time in the model; tokens are counted as they are sampled."""
-        decoder = self._decoder
+        """See `Engine`; tokens are counted as they are sampled."""
+        stats, decoder = super().stats(), self._decoder
         if decoder is None:
-            return EngineStats()
-        return EngineStats(self._compute_s, decoder.sampled_tokens, len(decoder.running), len(decoder.waiting))
+            return stats
+        running, waiting = len(decoder.running), len(decoder.waiting)
+        return replace(stats, sampled_tokens=decoder.sampled_tokens, running=running, waiting=waiting)
 
     async def _start(self) -> str:
         self._loop = asyncio.get_running_loop()
@@ -97,11 +96,13 @@ class TorchEngine(Engine):
         assert decoder is not None
         self._call(self._add, decoder, flight.request)
         try:
-            completion: Completion = await flight.handle
+            outcome: Completion | Error = await flight.handle
         except asyncio.CancelledError:
             self._call(decoder.abort, flight.request)
             raise
-        return replace(completion, fingerprints=self._fingerprints_of(completion.version_spans))
+        if isinstance(outcome, Error):
+            raise outcome
+        return replace(outcome, fingerprints=self._fingerprints_of(outcome.version_spans))
 
     async def _take(self, ref: WeightsRef) -> None:
         tensors = await asyncio.to_thread(weights.load, ref)
@@ -118,11 +119,7 @@ class TorchEngine(Engine):
     def _settle(self, ended: Sequence[Ended]) -> None:
         for request, outcome in ended:
             flight = self._flights.get(request.session)
-            if flight is None or flight.request is not request or flight.handle.done():
-                continue
-            if isinstance(outcome, Exception):
-                flight.handle.set_exception(outcome)
-            else:
+            if flight is not None and flight.request is request and not flight.handle.done():
                 flight.handle.set_result(outcome)
 
     def _end(self, error: Error) -> None:
@@ -158,10 +155,7 @@ class TorchEngine(Engine):
             self._call(self._step, decoder)
 
     def _step(self, decoder: Decoder) -> None:
-        began = time.perf_counter()
-        ended = decoder.step()
-        self._compute_s += time.perf_counter() - began
-        if ended:
+        if ended := decoder.step():
             self._loop.call_soon_threadsafe(self._settle, ended)
         self._stepping = decoder.busy
         if self._stepping:

@@ -18,11 +18,10 @@ STEP = 16
 
 
 class LoadControl:
-    """The limit on episodes in flight. most: its upper bound, and where it starts; cuts: how often it was lowered."""
+    """The limit on episodes in flight. most: its upper bound, and where it starts."""
 
     def __init__(self, most: int) -> None:
         self.most = self.limit = most
-        self.cuts = 0
         self._quiet = COOL_DOWN
         self._preempted = 0
 
@@ -35,7 +34,7 @@ class LoadControl:
         if thrashing or stats.kv_use >= FULL or queued:
             if self._quiet > COOL_DOWN:
                 self.limit = max(1, int(min(self.limit, max(episodes, 1)) * CUT))
-                self.cuts, self._quiet = self.cuts + 1, 0
+                self._quiet = 0
         elif stats.kv_use < ROOM and not stats.waiting and episodes >= self.limit:
             self.limit = min(self.most, self.limit + max(1, self.limit // STEP))
         return self.limit != before

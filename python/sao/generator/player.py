@@ -108,14 +108,14 @@ def make_player(config: Config, sampling_seed: int, name: str, index: int = 0) -
     """
     registry.factory(config.env.name)  # a wrong name is found before anything slow is imported
     renderer = (ScriptedRenderer if config.generator.engine == "scripted" else Renderer)(config.model.path)
-    engine = make_engine(config, renderer, sampling_seed, index)
+    engine = make_engine(config, config.model.path, renderer, sampling_seed, index)
     summariser = make_summariser(config, renderer, sampling_seed, index)
     return Player(config, engine, renderer, sampling_seed, summariser, name)
 
 
-def make_engine(config: Config, renderer: Renderer, seed: int, index: int = 0) -> Engine:
-    """The engine that `generator.engine` names, not yet started."""
-    path, generator = config.model.path, config.generator
+def make_engine(config: Config, path: str, renderer: Renderer, seed: int, index: int = 0) -> Engine:
+    """The engine that `generator.engine` names for the model in `path`, not yet started."""
+    generator = config.generator
     shared: dict[str, Any] = {
         "context_tokens": config.sampling.context_tokens,
         "threads": generator.threads,
@@ -147,5 +147,4 @@ def make_summariser(config: Config, renderer: Renderer, seed: int, index: int = 
         raise ConfigError(
             f"compaction.summariser: {path}: its tokenizer is not that of model.path = {config.model.path}"
         )
-    model = config.model.model_copy(update={"path": path})
-    return make_engine(config.model_copy(update={"model": model}), renderer, derive_seed(seed, "summariser"), index)
+    return make_engine(config, path, renderer, derive_seed(seed, "summariser"), index)

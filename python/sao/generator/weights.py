@@ -91,8 +91,7 @@ class Arrivals:
         if not ref.source or Path(ref.path).exists():
             return ref
         if self._last is None or (self._last.version, self._last.fingerprint) != (ref.version, ref.fingerprint):
-            # In a thread: it waits for the network, also to close the connection to an earlier source.
-            self._last = await asyncio.to_thread(self._pull, ref)
+            self._last = await asyncio.to_thread(self._pull, ref)  # it waits for the network, also to close
         return self._last
 
     def close(self) -> None:

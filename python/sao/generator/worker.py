@@ -21,20 +21,12 @@ from msgspec import structs
 
 from sao.config import Config
 from sao.engines.seeds import derive_seed
-from sao.errors import (
-    ConfigError,
-    EngineError,
-    EnvironmentFailure,
-    Error,
-    ValidationError,
-    WeightsError,
-    WireError,
-)
+from sao.errors import ConfigError, EngineError, EnvironmentFailure, Error, ValidationError, WeightsError, WireError
 from sao.generator.load import LoadControl
 from sao.generator.player import Player, make_player
 from sao.generator.weights import Arrivals, WeightsFollower
 from sao.rollout.recorder import Assignment, Recorder
-from sao.rollout.turns import DivergedError, Send, unpack
+from sao.rollout.turns import DivergedError, unpack
 from sao.storage.failpoints import failpoint
 from sao.trajectory import Trajectory, encode_frames
 from sao.transport import messages as m
@@ -98,17 +90,15 @@ class Generator:
         log.info("ready: weights of version %d (%s)", self.engine.version, self.engine.fingerprint)
         await asyncio.gather(self._weights.follow(self._send_loaded), self._report())
 
-    def stop(self, reason: str) -> None:
-        """Ends `run`; safe to call again."""
+    def stop(self, reason: str, error: Exception | None = None) -> None:
+        """Ends `run`, with an error if there is one; safe to call again."""
         if not self._stopped.is_set():
             log.info("stopping: %s", reason)
+            self._fault = error
         self._stopped.set()
 
     def _fail(self, error: Exception) -> None:
-        """Ends `run` with this error."""
-        if not self._stopped.is_set():
-            self._fault = error
-        self.stop(f"{type(error).__name__}: {error}")
+        self.stop(f"{type(error).__name__}: {error}", error)
 
     async def _end(self, work: asyncio.Task[None]) -> None:
         """Cancels everything and waits for it, together at most `transport.shutdown_s`."""
@@ -150,7 +140,8 @@ class Generator:
         """One task to its acknowledged end: a trajectory, an evaluation's result, or a failure with its reason."""
         if task.turns and not await self._serves(max(turn.max_version for turn in task.turns)):
             task = self._begin_anew(task, sum(turn.n_tokens for turn in task.turns))
-        recorder = self.player.recorder(task, self._sender(task))
+        kept = task.split == "train" and self.config.buffer.prefix_bytes
+        recorder = self.player.recorder(task, partial(self._keep, task) if kept else None)
         try:
             await self._deliver(task, await self.player.play(recorder))
             return
@@ -171,12 +162,8 @@ class Generator:
             reason, detail = "bad_trajectory", str(error)
         await self._give_up(recorder, reason, detail)
 
-    def _sender(self, task: Assignment) -> Send | None:
-        """Where the turns of this episode go; None where they are not kept."""
-        if task.split == "eval" or not self.config.buffer.prefix_bytes:
-            return None
-
-        return lambda *turn: self._send(m.KeptTurn(task.ordinal, task.attempt, *turn[:3], frames=turn[3:]))
+    def _keep(self, task: Assignment, part: int, n_tokens: int, version: int, *frames: bytes) -> None:
+        self._send(m.KeptTurn(task.ordinal, task.attempt, part, n_tokens, version, frames=frames))
 
     async def _serves(self, version: int) -> bool:
         """Whether the engine has this version or a newer one, perhaps in a moment."""
@@ -230,21 +217,19 @@ class Generator:
                 pushed=partial(in_loop, self._on_push),
                 lost=partial(in_loop, self._fail),
                 greet=self._greet,
-                rejoined=partial(in_loop, self._rejoined),
+                rejoined=partial(in_loop, self._joined),
                 transient=(m.Slots, m.Stats, m.Loaded),
             )
         )
-        welcome = await asyncio.to_thread(self._client.connect)
-        if welcome.weights is not None:
-            self._weights.announce(welcome.weights)
+        self._joined(await asyncio.to_thread(self._client.connect))
 
     def _greet(self, hello: m.Hello) -> m.Hello:
         """Adds the rollouts in flight, which a broker that was started anew does not know."""
         tasks = tuple((ordinal, attempt) for split, ordinal, attempt in list(self._episodes) if split == "train")
         return structs.replace(hello, tasks=tasks)
 
-    def _rejoined(self, welcome: m.Welcome) -> None:
-        """The broker was started again, or had given this generator up: episodes go on, it counts anew."""
+    def _joined(self, welcome: m.Welcome) -> None:
+        """Also when the broker was started again, or had given this generator up: episodes go on, it counts anew."""
         self._received = 0
         if welcome.version < self.engine.version:
             had, now = self.engine.version, welcome.version
@@ -331,14 +316,7 @@ def make_generator(
     `ConfigError` and `EngineError`.
     """
     player = make_player(config, derive_seed(config.run.seed, name, incarnation), name, index)
-    connect = partial(
-        Client,
-        endpoint,
-        role="generator",
-        name=name,
-        incarnation=incarnation,
-        limits=Limits.of(config.transport),
-        keys=client_keys(config.transport.keys, endpoint, "generator", name),
-    )
+    limits, keys = Limits.of(config.transport), client_keys(config.transport.keys, endpoint, "generator", name)
+    connect = partial(Client, endpoint, role="generator", name=name, incarnation=incarnation, limits=limits, keys=keys)
     arrivals = None if weights_folder is None else Arrivals(config, weights_folder, endpoint, name, incarnation)
     return Generator(player, connect, arrivals)

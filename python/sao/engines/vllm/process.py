@@ -70,9 +70,8 @@ def environment(folder: Path, threads: int, devices: str | None = None) -> Itera
     unless_set = {
         "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"),
         "VLLM_LOGGING_LEVEL": "WARNING",
-        # On a CPU. oneDNN keeps a compiled kernel for every number of tokens in a batch, and after an update the whole
-        # context of all requests is one batch, never twice of the same size: with the default of 1024 kernels the
-        # process grows by hundreds of MiB until they are all there.
+        # oneDNN, on a CPU, keeps a kernel for every number of tokens in a batch, and after an update the context of all
+        # requests is one batch of another size: the default, 1024 kernels, takes hundreds of MiB.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
         "GLOO_SOCKET_IFNAME": "lo",
     }
@@ -88,8 +87,7 @@ def environment(folder: Path, threads: int, devices: str | None = None) -> Itera
         "VLLM_DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
-        # On a CPU. Without binding the threads share the cores with other processes as the system sees fit; bound ones
-        # of two engines would all sit on the same cores.
+        # On a CPU: the threads of two engines would all be bound to the same cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads),
     }

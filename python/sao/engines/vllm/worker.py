@@ -77,8 +77,9 @@ class FileWeightTransfer(WeightTransferEngine[Any, Any]):
 
     def receive_weights(self, update_info: WeightsRef) -> None:
         """Raises `WeightsError` when fingerprint, names, types or shapes differ; nothing has changed then."""
-        ref, tensors = update_info, weights.load(update_info)
-        self._staged = ref, weights.fit(ref.version, tensors, self._wanted, self._second_names(tensors))
+        tensors = weights.load(update_info)
+        fitting = weights.fit(update_info.version, tensors, self._wanted, self._second_names(tensors))
+        self._staged = update_info, fitting
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
