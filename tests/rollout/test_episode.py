@@ -387,7 +387,7 @@ def test_a_rebuilt_window_opens_a_new_segment_and_keeps_both(tiny_model: Path) -
 
     def turn_of(ids: list[int]) -> None:
         recorder.engine.script = says(*ids)  # type: ignore[attr-defined]
-        completion, window.segment = asyncio.run(recorder.turn(window.ids, 6, window.segment))
+        completion, window.segment = asyncio.run(recorder.sample(window.ids, 6, window.segment))
         window.sampled(completion.token_ids)
 
     window.rebuild([Message("user", "a")])

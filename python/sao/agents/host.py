@@ -101,10 +101,8 @@ class AgentHost:
                     raise session.failure
             else:
                 reward = await env.play(task.seed, task.split, access)
-        except (
-            EnvironmentFailure
-        ):  # the engine's fault came first; and an agent may fail when a limit refuses its calls
-            if session.fault is None and not session.cut:
+        except EnvironmentFailure:
+            if session.fault is None and not session.cut:  # an agent may fail when its calls are refused
                 raise
         except EngineError:
             raise

@@ -14,14 +14,14 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 from aiohttp import web
 
 from sao.agents import calls as agent_calls
 from sao.agents.connections import Connection, Connections
-from sao.agents.session import AgentSession, ApiError, Turn
+from sao.agents.session import AgentSession, ApiError
 from sao.envs.agent import Access
 from sao.envs.protocol import check_reward
 from sao.errors import ConfigError, EnvironmentFailure
@@ -117,8 +117,13 @@ class AgentServer:
         while not work.done():
             await response.write(b": waiting\n\n")
             await asyncio.wait({work}, timeout=KEEP_ALIVE_S)
-        for event in _events(work, self.model, call.include_usage):
-            await response.write(b"data: " + event + b"\n\n")
+        try:
+            events = [json.dumps(chunk) for chunk in agent_calls.chunks(work.result(), self.model, call.include_usage)]
+            events.append("[DONE]")
+        except ApiError as error:
+            events = [json.dumps(agent_calls.error_body(error))]
+        for event in events:
+            await response.write(f"data: {event}\n\n".encode())
         await response.write_eof()
         return response
 
@@ -168,15 +173,6 @@ class AgentServer:
         if session is None:
             raise ApiError(401, "the key is that of no open session", code="invalid_api_key")
         return session
-
-
-def _events(work: asyncio.Task[Turn], model: str, include_usage: bool) -> Iterator[bytes]:
-    try:
-        for chunk in agent_calls.chunks(work.result(), model, include_usage):
-            yield json.dumps(chunk).encode()
-        yield b"[DONE]"
-    except ApiError as error:
-        yield json.dumps(agent_calls.error_body(error)).encode()
 
 
 def _key(request: web.Request) -> str:

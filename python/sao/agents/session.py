@@ -44,14 +44,6 @@ class Turn:
     completion_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """A conversation that ends with a turn of the policy: `ids` are its prompt and the turn."""
-
-    segment: SegmentBuilder
-    ids: np.ndarray
-
-
 class AgentSession:
     """One episode. Its calls are answered one after the other.
 
@@ -69,7 +61,8 @@ class AgentSession:
         self.ended = asyncio.Event()
         self.closed = False
         self._turn = asyncio.Lock()
-        self._points: dict[Conversation, _Point] = {}
+        # Conversations that end with a turn of the policy: its segment, and the ids of its prompt and itself.
+        self._points: dict[Conversation, tuple[SegmentBuilder, np.ndarray]] = {}
         self._began = time.perf_counter()
         self._drift = self._rewritten = 0
 
@@ -95,13 +88,13 @@ class AgentSession:
                 raise ApiError(400, text, param="messages", code="context_length_exceeded")
             limit = min(room, config.sampling.max_response_tokens, max_tokens or room)
             try:
-                completion, segment = await self.recorder.turn(ids, limit, segment)
+                completion, segment = await self.recorder.sample(ids, limit, segment)
             except Error as error:
                 self.fault = self.fault or error
                 raise ApiError(503, f"the engine failed: {error}", code="engine_failed") from None
             assert segment is not None
             text = self.recorder.renderer.decode(completion.token_ids)
-            point = _Point(segment, np.concatenate([ids, completion.token_ids]))
+            point = segment, np.concatenate([ids, completion.token_ids])
             self._points[_key((*messages, Message("assistant", text)))] = point
             return Turn(text, completion.stop_reason, ids.size, completion.token_ids.size)
 
@@ -123,15 +116,13 @@ class AgentSession:
         try:
             whole = renderer.conversation(messages)
             for last in reversed(assistants):
-                point = self._points.get(_key(messages[: last + 1]))
-                if point is None:
+                if (key := _key(messages[: last + 1])) not in self._points:
                     continue
-                behind = renderer.observation(messages[last + 1 :], int(point.ids[-1]))
-                ids = np.concatenate([point.ids, behind])
+                segment, known = self._points[key]
+                ids = np.concatenate([known, renderer.observation(messages[last + 1 :], int(known[-1]))])
                 self._drift += not np.array_equal(ids, whole)
                 self._rewritten += last != assistants[-1]
-                newest = point.segment.n_tokens == point.ids.size
-                return (point.segment if newest else None), ids
+                return (segment if segment.n_tokens == known.size else None), ids
         except EnvironmentFailure as error:  # the chat template refuses these roles
             raise ApiError(400, f"messages: {error.detail}", param="messages") from None
         self._rewritten += bool(assistants)

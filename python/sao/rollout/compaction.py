@@ -168,7 +168,7 @@ class Compaction:
             return "summary_request"
         name = f"summary-{len(self.summaries)}"
         segment = window.segment if shared.config.merge_summary and kept == n_steps else None
-        completion, _ = await self.recorder.sample(name, prompt, most, segment, "summary", shared.summariser)
+        completion, _ = await self.recorder.sample(prompt, most, segment, name, shared.summariser)
         self.summaries.append(completion)
         self.counts["rolled_back_steps"] += n_steps - kept
         text = visible(shared.renderer.decode(completion.token_ids), shared.renderer.reasons_first)

@@ -91,7 +91,7 @@ class _Episode:
             self.compaction = Compaction(shared, window, recorder)
         while True:
             limit = min(self.config.sampling.max_response_tokens, window.room_tokens)
-            completion, window.segment = await recorder.turn(window.ids, limit, window.segment)
+            completion, window.segment = await recorder.sample(window.ids, limit, window.segment)
             window.sampled(completion.token_ids)
             text = recorder.renderer.decode(completion.token_ids)
             result = check_step(await self.call("step", partial(self.env.step, text)), self.env.reward_range)

@@ -19,7 +19,7 @@ from sao.engines.seeds import derive_seed
 from sao.errors import EngineError, EnvironmentFailure, ValidationError
 from sao.rollout.chat import Renderer
 from sao.rollout.turns import Send, Turn, Turns
-from sao.trajectory import Metadata, Segment, SegmentBuilder, SegmentKind, Termination, Trajectory
+from sao.trajectory import Metadata, Segment, SegmentBuilder, Termination, Trajectory
 
 T = TypeVar("T")
 
@@ -77,30 +77,21 @@ class Recorder:
         """Segments so far, each with a sampled token."""
         return len(self._segments)
 
-    async def turn(
-        self, prompt_ids: np.ndarray, max_new_tokens: int, segment: SegmentBuilder | None
-    ) -> tuple[Completion, SegmentBuilder | None]:
-        """Samples and records a turn of the policy, as `sample` does."""
-        sampled = await self.sample(str(self.turns), prompt_ids, max_new_tokens, segment)
-        self.turns += 1
-        self._stop_reasons.append(sampled[0].stop_reason)
-        return sampled
-
     async def sample(
         self,
-        name: str,
         prompt_ids: np.ndarray,
         max_new_tokens: int,
-        segment: SegmentBuilder | None = None,
-        kind: SegmentKind = "execution",
+        segment: SegmentBuilder | None,
+        summary: str = "",
         summariser: Engine | None = None,
     ) -> tuple[Completion, SegmentBuilder | None]:
-        """A completion of the policy, checked, counted and recorded, and the segment that it is in.
+        """A turn of the policy, checked, counted and recorded, and the segment that it is in.
 
-        segment: one that the prompt extends; None: a new one, of this kind. summariser: a fixed one samples instead of
-        the policy; its tokens are context of what follows, and not recorded. What a generator before this one has left
-        is replayed. Raises `EngineError`.
+        segment: one that the prompt extends; None: a new one. summary: the name of a summary that is sampled instead of
+        a turn. summariser: a fixed engine samples it; its tokens are context of what follows, and not recorded. What a
+        generator before this one has left is replayed. Raises `EngineError`.
         """
+        name = summary or str(self.turns)
         request = Request(
             id=f"{self.session}/{name}",
             session=self.session,
@@ -112,8 +103,8 @@ class Recorder:
         )
         completion = replayed = self.replay.next()
         if completion is None:
-            what = "summarise" if name.startswith("summary") else "generate"
-            completion = await self.timed(what, (summariser or self.engine).generate(request))
+            calling = (summariser or self.engine).generate(request)
+            completion = await self.timed("summarise" if summary else "generate", calling)
         if summariser is None:
             self.sampled_tokens += completion.token_ids.size
         check_completion(request, completion)
@@ -128,10 +119,13 @@ class Recorder:
                 text = f"version {version} has fingerprint {mark}, before it was {before}"
                 raise EngineError(f"bad_completion: request {request.id}: {text}")
         if segment is None:
-            segment = SegmentBuilder(kind)
+            segment = SegmentBuilder("summary" if summary else "execution")
             self._segments.append(segment)
         segment.append_context(prompt_ids[segment.n_tokens :])
         segment.append_sampled(completion.token_ids, completion.logprobs, completion.version_spans)
+        if not summary:
+            self.turns += 1
+            self._stop_reasons.append(completion.stop_reason)
         return completion, segment
 
     def segments(self) -> tuple[Segment, ...]:
