@@ -15,7 +15,6 @@ from reasoning_gym.arithmetic.chain_sum import ChainSumDataset
 from sao.envs.protocol import Message
 from sao.envs.reasoning_gym import ReasoningGym, extract, in_thread
 from sao.errors import ConfigError, EnvironmentFailure
-from sao.generator.__main__ import DaemonExecutor
 
 SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 ROUNDS = 12
@@ -146,7 +145,6 @@ def step_with(monkeypatch: pytest.MonkeyPatch, scorer: Callable[..., Any], **arg
     monkeypatch.setattr(ChainSumDataset, "score_answer", scorer)
 
     async def step() -> None:
-        asyncio.get_running_loop().set_default_executor(DaemonExecutor())
         environment = ReasoningGym("chain_sum", SUM, **args)
         await environment.reset(0, "train")
         await environment.step("<answer>1</answer>")

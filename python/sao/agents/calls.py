@@ -113,11 +113,8 @@ def _head(kind: str, model: str) -> dict[str, Any]:
 
 
 def _usage(turn: Turn) -> dict[str, int]:
-    return {
-        "prompt_tokens": turn.prompt_tokens,
-        "completion_tokens": turn.completion_tokens,
-        "total_tokens": turn.prompt_tokens + turn.completion_tokens,
-    }
+    prompt, sampled = turn.prompt_tokens, turn.completion_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def _message(where: str, given: Any) -> Message:

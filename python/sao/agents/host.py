@@ -26,10 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class AgentHost:
-    """Plays assignments through agents.
-
-    name: of the generator; names the file with address and token for agents that are started by somebody else.
-    """
+    """Plays assignments through agents. name: of the generator, and of the file that tells agents from elsewhere."""
 
     def __init__(self, config: Config, name: str) -> None:
         self._config, self._name = config, name
@@ -53,7 +50,6 @@ class AgentHost:
         log.info("agents: %s", self._server.base_url)
 
     async def close(self) -> None:
-        """Ends the program and the server."""
         if self._program is not None:
             self._program.cancel()
             with suppress(asyncio.CancelledError):
@@ -68,11 +64,11 @@ class AgentHost:
         Raises `EngineError`, and `EnvironmentFailure` (`no_turn`, `no_reward`, `bad_reward`, `timeout`, `agent_exit`,
         `agent_failed`, or the environment's own).
         """
-        session, limit_s = AgentSession(recorder, env.reward_range), self._config.env.episode_timeout_s
+        session = AgentSession(recorder, env.reward_range)
         try:
             async with self._calls or nullcontext():
                 try:
-                    async with asyncio.timeout(limit_s):
+                    async with asyncio.timeout(self._config.env.episode_timeout_s):
                         reward, cut = await self._reward(env, session), session.cut
                 except TimeoutError:
                     recorder.check_begun()

@@ -64,7 +64,6 @@ class AgentServer:
         self.base_url = f"http://{f'[{name}]' if ':' in name else name}:{number}/v1"
 
     async def close(self) -> None:
-        """Stops listening; connections end."""
         if self._listener is not None:
             self._listener.close()
         if self._runner is not None:
@@ -131,7 +130,7 @@ class AgentServer:
         if not hmac.compare_digest(_key(request).encode(errors="replace"), self.token.encode()):
             raise ApiError(401, "the server's token is needed to open a session", code="invalid_api_key")
         wait_s = (await _body(request)).get("wait_s", 30.0)
-        if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= MAX_WAIT_S:
+        if type(wait_s) not in (int, float) or not 0 <= wait_s <= MAX_WAIT_S:
             raise ApiError(400, f"wait_s: {wait_s!r}, expected 0 to {MAX_WAIT_S:g}", param="wait_s")
         try:
             async with asyncio.timeout(wait_s):
@@ -176,8 +175,7 @@ class AgentServer:
 
 
 def _key(request: web.Request) -> str:
-    in_path = request.match_info.get("key")
-    if in_path is not None:
+    if (in_path := request.match_info.get("key")) is not None:
         return in_path
     kind, _, key = request.headers.get("Authorization", "").partition(" ")
     if kind.lower() != "bearer" or not key:
@@ -195,7 +193,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
         # Up to 0.4 s for 16 MiB, for who has a key; it would hold the lock of the interpreter in a thread as well.
         body = json.loads(data or b"{}")
     except (ValueError, RecursionError):
-        raise ApiError(400, "the body is no JSON") from None
+        body = None
     if not isinstance(body, dict):
         raise ApiError(400, "the body is no JSON object")
     return body

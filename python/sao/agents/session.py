@@ -67,10 +67,7 @@ class AgentSession:
         self._drift = self._rewritten = 0
 
     async def complete(self, messages: Conversation, max_tokens: int | None = None) -> Turn:
-        """Samples the turn behind a conversation; `max_tokens`: at most, None: the run's own limit.
-
-        Raises `ApiError`.
-        """
+        """Samples the turn behind a conversation; max_tokens: None: the run's own limit. Raises `ApiError`."""
         config = self.recorder.config
         async with self._turn:
             self._check_open()

@@ -81,7 +81,6 @@ class Lookup(SingleTask[LookupTask]):
         self._rng, self._turn, self._fetched = random.Random(), 0, False
 
     async def reset(self, seed: int, split: str) -> tuple[Message, ...]:
-        """Draws the task of (seed, split) and asks its question."""
         self._task = draw(seed, split, self._distractors)
         # What a wrong call shows is part of the task, so replays agree.
         self._rng, self._turn, self._fetched = random.Random(seed), 0, False

@@ -12,7 +12,9 @@ import difflib
 import importlib
 import random
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from sao.envs.protocol import Message, SingleTask, StepResult, belongs, check_integer, check_reward, check_split
@@ -21,21 +23,17 @@ from sao.errors import ConfigError, EnvironmentFailure
 T = TypeVar("T")
 
 _DRAWS = 512  # after which a split is taken to be empty
-
 SYSTEM_PROMPT = "Answer the question. Write your final answer as <{tag}>ANSWER</{tag}>."
 
 
 class ReasoningGym(SingleTask[tuple[Any, dict[str, Any]]]):
     """The environment; see the module. Rewards in [0, 1].
 
-    dataset: name of a reasoning-gym dataset, or a list of names (one is drawn for each task).
-    params: the dataset's parameters; with several datasets a table of them by name.
-    tag: name of the tags around the answer; "" scores the whole reply.
-    system: system prompt, `{tag}` is replaced; "" gives none; default: a sentence that asks for the tags.
-    example: question and answer that are put before the question as a worked example.
-    turns: replies at most.
-    exact: reward 1 for a full score and 0 for any other, instead of the dataset's partial scores.
-    score_timeout_s: deadline of one draw and of one scoring, seconds.
+    dataset: name of a reasoning-gym dataset, or a list of names (one is drawn for each task). params: the dataset's
+    parameters; with several datasets a table of them by name. tag: of the tags around the answer; "" scores the whole
+    reply. system: prompt, `{tag}` is replaced; "": none; default: a sentence that asks for the tags. example: question
+    and answer that are shown before. turns: replies at most. exact: reward 1 for a full score and 0 for any other,
+    instead of the dataset's partial scores. score_timeout_s: deadline of one draw and of one scoring, seconds.
 
     Raises `ConfigError` when reasoning-gym is not installed, or a name or parameter is not known to it.
     """
@@ -67,13 +65,12 @@ class ReasoningGym(SingleTask[tuple[Any, dict[str, Any]]]):
         if example is not None and set(example) != {"question", "answer"}:
             raise ConfigError(f"env.args.example: keys {sorted(example)}, expected question and answer")
         self._check_datasets()
-        self._tag, self._exact, self._limit_s = tag, exact, score_timeout_s
+        self._tag, self._exact, self._limit_s, self._turn = tag, exact, score_timeout_s, 0
         self._turns = check_integer("turns", turns, 1)
         prompt = (SYSTEM_PROMPT if tag else "") if system is None else system
         self._opening: tuple[Message, ...] = (Message("system", prompt.replace("{tag}", tag)),) if prompt else ()
         if example is not None:
             self._opening += (Message("user", example["question"]), Message("assistant", example["answer"]))
-        self._turn = 0
 
     async def reset(self, seed: int, split: str) -> tuple[Message, ...]:
         """Draws the question of (seed, split). Raises `EnvironmentFailure`: "reset_error", "timeout", "empty_split"."""
@@ -86,8 +83,7 @@ class ReasoningGym(SingleTask[tuple[Any, dict[str, Any]]]):
         """Scores a reply. Raises `EnvironmentFailure`: "scorer_error", "timeout", "bad_reward", "not_running"."""
         dataset, entry = self._running()
         self._turn += 1
-        answer = extract(text, self._tag)
-        reward = 0.0
+        answer, reward = extract(text, self._tag), 0.0
         if answer is not None:
             raw = await in_thread(lambda: dataset.score_answer(answer, entry), self._limit_s, "scorer")
             reward = check_reward(raw, self.reward_range)
@@ -131,10 +127,7 @@ class ReasoningGym(SingleTask[tuple[Any, dict[str, Any]]]):
 
 
 def extract(text: str, tag: str) -> str | None:
-    """The content of the last complete <tag>...</tag>, stripped; `None` if there is none or it is empty.
-
-    With tag "" the whole text.
-    """
+    """The content of the last complete <tag>...</tag> (tag "": the whole text), stripped; None if it is empty."""
     if not tag:
         return text.strip() or None
     head, close, _ = text.rpartition(f"</{tag}>")
@@ -143,20 +136,23 @@ def extract(text: str, tag: str) -> str | None:
 
 
 async def in_thread(call: Callable[[], T], limit_s: float, what: str) -> T:
-    """Runs `call` in a thread of the loop's executor; a generator's waits for none of them when it ends.
+    """Runs `call` in a daemon thread of its own: one that hangs holds up neither others nor the end of the process.
 
     Raises `EnvironmentFailure`: "timeout" after `limit_s` seconds, f"{what}_error" for anything that `call` raises.
     """
+    done = Future[T]()
+    done.set_running_or_notify_cancel()  # a caller that leaves cancels its own wait only
 
-    def run() -> T:
+    def run() -> None:
         try:
-            return call()
-        except EnvironmentFailure:
-            raise
+            done.set_result(call())
+        except EnvironmentFailure as error:
+            done.set_exception(error)
         except BaseException as error:  # code of others: whatever it raises is a failure with a reason
-            raise EnvironmentFailure(f"{what}_error", f"{type(error).__name__}: {error}") from error
+            done.set_exception(EnvironmentFailure(f"{what}_error", f"{type(error).__name__}: {error}"))
 
+    threading.Thread(target=run, name=f"sao-{what}", daemon=True).start()
     try:
-        return await asyncio.wait_for(asyncio.to_thread(run), limit_s)
+        return await asyncio.wait_for(asyncio.wrap_future(done), limit_s)
     except TimeoutError:
         raise EnvironmentFailure("timeout", f"{what} did not return within {limit_s:g} s") from None

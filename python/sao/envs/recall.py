@@ -2,12 +2,11 @@
 
 The policy says `next` and sees one observation after another. The first two hold eight facts, `pear=5 wolf=2 ...`: a
 value for each of two fruits, animals, tools and towns. Then comes filler, and at the end a question, `ask pear`; the
-answer `say 5` earns 1. With the lengths of `examples/compaction/run.toml` the whole is more than four context windows
-long, so that everything depends on the summaries that the policy writes on its way.
+answer `say 5` earns 1. In `examples/compaction/run.toml` the whole is more than four context windows long.
 
 Writing a summary is a decision here, not a copy: it has room for a quarter of the facts, and only facts of one kind are
-ever asked for. No message says which kind; only the reward tells, and the last turn teaches nothing about it. A turn
-other than `next` before the question ends the episode with reward 0, so nothing can be carried along in turns.
+ever asked for; only the reward tells which. A turn other than `next` before the question ends the episode with reward
+0, so nothing can be carried along in turns.
 """
 
 from __future__ import annotations
@@ -84,9 +83,7 @@ class Recall(SingleTask[RecallTask]):
         self._seen = 0
 
     async def reset(self, seed: int, split: str) -> tuple[Message, ...]:
-        """Draws the task of (seed, split)."""
-        self._task = draw(seed, split, self._filler, self._kind)
-        self._seen = 0
+        self._task, self._seen = draw(seed, split, self._filler, self._kind), 0
         return (Message("user", "begin"),)
 
     async def step(self, text: str) -> StepResult:

@@ -72,8 +72,8 @@ def factory(name: str) -> Callable[..., Environment]:
 def make(name: str, /, **args: Any) -> Environment:
     """An environment, not yet reset.
 
-    Raises `ConfigError` if the name is unknown, an argument is unknown, missing or refused by the environment, an
-    optional package is not installed, or the result is not an `Environment`.
+    Raises `ConfigError` for an unknown name, an argument that is unknown, missing or refused, a package that is not
+    installed, and a result that is no environment.
     """
     build = factory(name)
     try:

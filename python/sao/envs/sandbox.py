@@ -77,10 +77,8 @@ def _probe(program: str, package: str, *trial: str) -> tuple[str | None, str]:
     try:
         for arguments in (trial, ("--version",)):
             done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=_PROBE_S, check=True)
-    except subprocess.CalledProcessError as error:
-        return None, f"{path} does not work here: {error.stderr.strip() or error}"
     except (OSError, subprocess.SubprocessError) as error:
-        return None, f"{path} does not work here: {error}"
+        return None, f"{path} does not work here: {getattr(error, 'stderr', None) or error}".strip()
     return path, done.stdout.strip()
 
 
@@ -102,10 +100,7 @@ def _unshare_flags() -> list[str]:
 
 
 class Sandbox:
-    """Runs scripts under one set of limits.
-
-    Raises `ConfigError` when neither bubblewrap nor, with `allow_unprotected`, `unshare` works here.
-    """
+    """Runs scripts under one set of limits. Raises `ConfigError` when nothing that would protect works here."""
 
     def __init__(self, limits: Limits | None = None, *, allow_unprotected: bool = False) -> None:
         self.limits = limits or Limits()

@@ -130,7 +130,6 @@ class Workspace(SingleTask[RepositoryTask]):
         return StepResult((Message("tool", self._show(outcome)),), None, False)
 
     async def close(self) -> None:
-        """Removes the repository."""
         folder, self._folder, self._task = self._folder, None, None
         if folder is not None:
             await asyncio.to_thread(_remove, folder)

@@ -55,10 +55,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class RepositoryTask:
-    """A repository at its start, by path; the rules that hold, in the order of `package/total.py`; hidden tests.
-
-    function: what every module's function has to be called.
-    """
+    """A repository at its start, by path; the rules that hold, in the order of `package/total.py`; hidden tests; and
+    what every module's function has to be called."""
 
     package: str
     function: str
@@ -99,10 +97,8 @@ def draw(rng: random.Random, modules: int) -> RepositoryTask:
 
 def _module(name: str, function: str, expression: str) -> str:
     return (
-        f'"""{name.capitalize()}: see docs/{name}.md."""\n\n\n'
-        f"def {function}(amount: int, count: int) -> int:\n"
-        f'    """The amount after {name}, in cents."""\n'
-        f"    return {expression}\n"
+        f'"""{name.capitalize()}: see docs/{name}.md."""\n\n\ndef {function}(amount: int, count: int) -> int:\n'
+        f'    """The amount after {name}, in cents."""\n    return {expression}\n'
     )
 
 
@@ -116,10 +112,8 @@ def _total(package: str, names: list[str], function: str) -> str:
 
 
 def _history(name: str, past: list[Rule], present: Rule) -> str:
-    years = range(2026 - len(past), 2026)
-    old = "".join(
-        f"## Until {year}\n\n{rule.text} No longer in force.\n\n" for year, rule in zip(years, past, strict=True)
-    )
+    years = enumerate(past, 2026 - len(past))
+    old = "".join(f"## Until {year}\n\n{rule.text} No longer in force.\n\n" for year, rule in years)
     return f"# {name.capitalize()}\n\n{old}## In force\n\n{present.text}\n"
 
 

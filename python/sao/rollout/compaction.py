@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 from sao.config import Config
 from sao.engines.base import Completion, Engine
@@ -30,8 +31,7 @@ from sao.trajectory import Metadata
 PLACE = "{summary}"
 
 
-@dataclass(frozen=True, slots=True)
-class Template:
+class Template(NamedTuple):
     """A text, and its name in the metadata of trajectories that were made with it."""
 
     name: str
