@@ -67,7 +67,7 @@ def test_versions_advance_and_know_what_was_published() -> None:
     assert versions.repeated(moved) and versions.weights == moved and not versions.repeated(weights(3))
     later = Versions(config().staleness)
     later.restore(msgspec.to_builtins(versions.note()))
-    assert (later.current, later.oldest_kept, later.weights) == (versions.current, None, moved)
+    assert (later.current, later.oldest_kept, later.weights) == (versions.current, 0, moved)
 
 
 def test_a_round_is_played_once_and_a_lost_episode_again() -> None:

@@ -11,6 +11,7 @@ seconds of one monotonic clock and are passed in; what must be sent goes through
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Final
 
@@ -30,6 +31,7 @@ from sao.broker.tasks import TaskBook, TrainingTask
 from sao.broker.versions import Versions
 from sao.config import Config
 from sao.errors import LedgerError, TransportError, ValidationError, WireError
+from sao.storage.failpoints import failpoint
 from sao.transport import messages as m
 
 log = logging.getLogger(__name__)
@@ -89,14 +91,6 @@ class Broker:
             raise
         self.scheduler.generators[name].loaded = message.version
 
-    def turn(self, name: str, message: m.KeptTurn, now: float) -> None:
-        """A turn of a rollout in flight, so that another generator can go on after it."""
-        self.book.turn(message)
-
-    def diverged(self, name: str, message: m.Diverged, now: float) -> None:
-        """A rollout could not go on after its turns and was begun anew."""
-        self.book.diverged(message.ordinal, message.attempt)
-
     def generator_left(self, name: str, reason: str, now: float) -> None:
         """A generator is gone: its tasks are started again elsewhere, late answers are fenced by the attempt."""
         joined = name in self.scheduler.generators
@@ -130,11 +124,9 @@ class Broker:
             return m.Ack(False, reason)
         self.book.ready(task, metadata, frames, now)
         self.run.failures_in_a_row = 0
-        oldest = self.versions.oldest_kept
-        if oldest is not None and task.min_version < oldest:
-            self._drop_stale(task)
-        else:
-            self.store.put(task.ordinal, frames, task.min_version)
+        self.store.put(task.ordinal, frames, task.min_version)
+        if task.min_version < self.versions.oldest_kept:
+            self._drop_too_old()
         self.progress(now)
         return m.Ack()
 
@@ -188,7 +180,8 @@ class Broker:
 
     def give_up(self, key: Hashable, now: float) -> None:
         """The learner no longer waits for this `take`: it is forgotten, or what it was given is given back."""
-        self._give_back(self.leases.give_up(key))
+        self.leases.takes = deque(take for take in self.leases.takes if take.key != key)
+        self._give_back(self.leases.of(key))
         self.progress(now)
 
     def learner_left(self, reason: str, now: float, back_by: float | None = None) -> None:
@@ -213,6 +206,7 @@ class Broker:
         Raises `TransportError` for a lease that is not open, `ValidationError` for a step or version that does not
         advance, `LedgerError` when the tokens do not add up.
         """
+        failpoint("broker.commit")
         lease, step, weights = message.lease, message.step, message.weights
         if self.leases.committed(lease, step):
             return self.position()
@@ -281,14 +275,12 @@ class Broker:
                 self.store.discard(member.ordinal)
             self.book.drop(member, INCOMPLETE)
 
-    def _drop_stale(self, task: TrainingTask) -> None:
-        self.meter.ended(task.n_tokens, False)
-        self.book.drop(task, "stale")
-
     def _drop_too_old(self) -> None:
         """Ready rollouts that became too old for the versions there are now are dropped, where that is configured."""
         for ordinal in self.store.buffer.advance(self.versions.current, self.versions.oldest_kept):
-            self._drop_stale(self.book.live[ordinal])
+            task = self.book.live[ordinal]
+            self.meter.ended(task.n_tokens, False)
+            self.book.drop(task, "stale")
 
     def _fault(self, name: str, metadata: dict[str, Any], frames: Sequence[m.Buffer]) -> str:
         """Why a well-formed trajectory cannot be trained on, as a reason code; empty when it can."""
@@ -353,8 +345,9 @@ class Broker:
         self.leases.serve(now)
         while (result := self.evaluation.finish(now)) is not None:
             self.outbox.push("supervisor", "", result)
-            if self.run.step > 0 and (reached := self.evaluation.target_reached(result)):
-                self._end(reached)
+            success, target = result.success, self.config.run.target_success
+            if self.run.step > 0 and success is not None and target is not None and success >= target:
+                self._end(f"held-out success {success:.4f} reached run.target_success = {target:g}")
         if self.run.ending and not self.evaluation.busy and not self.leases.open:
             self.finish(self.run.ending, ok=True)
             return
@@ -400,10 +393,6 @@ class Broker:
     def position(self) -> m.Position:
         """Where the run is."""
         return m.Position(self.run.step, self.versions.current)
-
-    def welcome(self) -> m.Welcome:
-        """What a joining peer must know."""
-        return m.Welcome(self.versions.current, self.versions.weights, self.run.step)
 
     def note(self) -> dict[str, Any]:
         """What a later broker needs to know beside ledger and frames."""

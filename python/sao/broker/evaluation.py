@@ -37,9 +37,7 @@ class Evaluation:
     """
 
     def __init__(self, config: Config) -> None:
-        self._seed, self._every, self._episodes = config.run.seed, config.eval.every_steps, config.eval.episodes
-        self._deadline_s, self._success_reward = config.transport.rollout_timeout_s, config.env.success_reward
-        self._target = config.run.target_success
+        self._config, self._every = config, config.eval.every_steps
         self.current: Round | None = None
         self._waiting: tuple[int, int] | None = None
         self._rounds = 0
@@ -52,13 +50,8 @@ class Evaluation:
         return self.current is not None or self._waiting is not None
 
     @property
-    def n_todo(self) -> int:
-        """Tasks of the current round that no generator has yet."""
-        return len(self.current.todo) if self.current else 0
-
-    @property
     def open(self) -> dict[int, str]:
-        """Tasks of the current round without a result, and the generator that works on each."""
+        """Tasks of the current round without a result, and the generator that works on each; "": none yet."""
         return self.current.open if self.current else {}
 
     def start(self, step: int, version: int, now: float) -> None:
@@ -79,7 +72,7 @@ class Evaluation:
         ordinal = self.current.todo.popleft()
         self.current.attempts[ordinal] += 1
         self.current.open[ordinal] = generator
-        seed = task_seed(self._seed, "eval", ordinal - self.current.first)
+        seed = task_seed(self._config.run.seed, "eval", ordinal - self.current.first)
         return TaskEntry(ordinal, self.current.attempts[ordinal], seed, "eval")
 
     def result(self, ordinal: int, reward: float | None, success: bool | None, reason: str, version: int) -> bool:
@@ -94,7 +87,7 @@ class Evaluation:
             current.failed[reason] += 1
         else:
             current.rewards.append(reward)
-            current.successes += reward >= self._success_reward if success is None else success
+            current.successes += reward >= self._config.env.success_reward if success is None else success
             current.versions.add(version)
         return True
 
@@ -110,15 +103,14 @@ class Evaluation:
 
     def finish(self, now: float) -> EvalReport | None:
         """The result of the round when it is complete or its deadline has passed; the waiting round then starts."""
-        current = self.current
-        if current is None:
+        if (current := self.current) is None:
             return None
-        if current.open and now - current.started >= self._deadline_s:
+        if current.open and now - current.started >= self._config.transport.rollout_timeout_s:
             current.failed["deadline"] += len(current.open)
             current.open.clear()
         if current.open:
             return None
-        n = len(current.rewards)
+        n, versions = len(current.rewards), sorted(current.versions)
         report = EvalReport(
             version=current.version,
             n=n,
@@ -126,7 +118,7 @@ class Evaluation:
             success=current.successes / n if n else None,
             mean_reward=sum(current.rewards) / n if n else None,
             step=current.step,
-            versions_used=(min(current.versions), max(current.versions)) if current.versions else (),
+            versions_used=(versions[0], versions[-1]) if versions else (),
             failed_by_reason=dict(current.failed),
             seconds=now - current.started,
         )
@@ -135,12 +127,6 @@ class Evaluation:
             (step, version), self._waiting = self._waiting, None
             self._begin(step, version, now)
         return report
-
-    def target_reached(self, report: EvalReport) -> str:
-        """Why a round's result ends the run; empty when it does not."""
-        if self._target is None or report.success is None or report.success < self._target:
-            return ""
-        return f"held-out success {report.success:.4f} reached run.target_success = {self._target:g}"
 
     def abandon(self) -> None:
         """Ends all rounds without a result."""
@@ -168,7 +154,8 @@ class Evaluation:
             self.skipped += self._waiting is not None
             self._waiting = (step, version)
             return
-        first = self._rounds * self._episodes
+        episodes = self._config.eval.episodes
+        first = self._rounds * episodes
         self._rounds += 1
-        ordinals = range(first, first + self._episodes)
+        ordinals = range(first, first + episodes)
         self.current = Round(step, version, first, now, deque(ordinals), dict.fromkeys(ordinals, ""))

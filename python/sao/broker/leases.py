@@ -89,11 +89,6 @@ class LeaseTable:
         while self.takes:
             self.outbox.answer(self.takes.popleft().key, Stop(reason))
 
-    def give_up(self, key: Hashable) -> list[int]:
-        """The learner no longer waits for this `take`; returns the numbers of the leases that have answered it."""
-        self.takes = deque(take for take in self.takes if take.key != key)
-        return self.of(key)
-
     def of(self, *keys: Hashable) -> list[int]:
         """Numbers of the open leases that have answered these takes."""
         return [number for number, lease in self.open.items() if lease.key in keys]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -40,25 +40,23 @@ class StepMeter:
 
     def step(self, now: float, sampled_tokens: int) -> dict[str, float]:
         """Rates, lags and ages since the last call; resets them."""
-        span = max(now - self._since, 1e-9)
+        span, lags, ages_s = max(now - self._since, 1e-9), sorted(self._lags), self._ages_s
         metrics = {
             "broker/step_s": span,
             "broker/take_wait_s": self.wait_s,
             "broker/sampled_tokens_per_s": (sampled_tokens - self._sampled) / span,
+            **{f"broker/survival_decile/{index}": share for index, share in enumerate(self.survival_by_decile())},
         }
-        if self._lags:
-            lags = sorted(self._lags)
-            metrics["broker/lag_mean"] = sum(lags) / len(lags)
-            metrics["broker/lag_p50"] = lags[len(lags) // 2]
-            metrics["broker/lag_max"] = lags[-1]
-            for lag in sorted(set(lags)):
-                metrics[f"broker/lag_count/{lag}"] = lags.count(lag)
-            metrics["broker/age_s_mean"] = sum(self._ages_s) / len(self._ages_s)
-            metrics["broker/age_s_max"] = max(self._ages_s)
-        for index, share in enumerate(self.survival_by_decile()):
-            metrics[f"broker/survival_decile/{index}"] = share
-        self._since, self._sampled, self.wait_s = now, sampled_tokens, 0.0
-        self._lags, self._ages_s = [], []
+        if lags:
+            metrics |= {
+                "broker/lag_mean": sum(lags) / len(lags),
+                "broker/lag_p50": lags[len(lags) // 2],
+                "broker/lag_max": lags[-1],
+                **{f"broker/lag_count/{lag}": count for lag, count in Counter(lags).items()},
+                "broker/age_s_mean": sum(ages_s) / len(ages_s),
+                "broker/age_s_max": max(ages_s),
+            }
+        self._since, self._sampled, self.wait_s, self._lags, self._ages_s = now, sampled_tokens, 0.0, [], []
         return metrics
 
 

@@ -73,7 +73,7 @@ class Report:
             "leases": len(self.leases.open),
             "takes": len(self.leases.takes),
             "waiting_for_room": len(scheduler.store.waiting),
-            "eval_todo": scheduler.evaluation.n_todo,
+            "eval_todo": evals[""],
             "eval_open": len(scheduler.evaluation.open),
             "failures_in_a_row": scheduler.run.failures_in_a_row,
             "fingerprints": len(scheduler.versions.fingerprints),

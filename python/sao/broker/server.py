@@ -24,7 +24,7 @@ from sao.transport.sockets import Limits
 
 log = logging.getLogger(__name__)
 ROLES: Final = ("generator", "learner", "supervisor", "visitor")  # a visitor reads how the run is set up and stands
-WORKERS: Final = ("generator", "learner")
+WORKERS: Final = frozenset(("generator", "learner"))
 EARLY_MESSAGES: Final = 1000  # kept for a supervisor that has not joined yet
 TICK_S: Final = 1.0
 AWAY: Final = ("silent", "unreachable")  # how reasons begin with which a peer may be back
@@ -101,12 +101,12 @@ class Server:
         on(m.Slots, "generator", broker.slots)
         on(m.Stats, "generator", broker.stats)
         on(m.Loaded, "generator", broker.loaded)
-        on(m.KeptTurn, "generator", broker.turn)
-        on(m.Diverged, "generator", broker.diverged)
+        on(m.KeptTurn, "generator", lambda _, turn, now: broker.book.turn(turn))
+        on(m.Diverged, "generator", lambda _, message, now: broker.book.diverged(message.ordinal, message.attempt))
         on(m.FinishedRollout, "generator", broker.trajectory)
         on(m.FailedRollout, "generator", broker.failure)
         on(m.EvalResult, "generator", broker.eval_result)
-        on(m.Commit, "learner", lambda _, message, now: self._commit(message, now))
+        on(m.Commit, "learner", lambda _, message, now: broker.commit(message, now))
         on(m.Event, "learner", lambda _, message, now: broker.outbox.event(message.level, message.text))
         on(m.Left, "supervisor", lambda _, message, now: self._left(message, now))
         on(m.Stop, "supervisor", lambda _, message, now: broker.finish(message.reason, ok=False))
@@ -136,10 +136,6 @@ class Server:
     def _cancel(self, request: Request[m.CancelCall]) -> None:
         if request.peer.role == "learner":
             self.broker.give_up((request.peer.identity, request.message.call), time.monotonic())
-
-    def _commit(self, message: m.Commit, now: float) -> m.Position:
-        failpoint("broker.commit")
-        return self.broker.commit(message, now)
 
     def _left(self, message: m.Left, now: float) -> m.Position:
         """The supervisor saw a process end: nobody waits for what it would have sent."""
@@ -174,7 +170,7 @@ class Server:
     def _waits(self, peers: list[Peer], now: float) -> list[str]:
         if self.broker.run.done is not None:
             return []
-        transport, missing = self._config.transport, {"learner", "generator"} - {peer.role for peer in peers}
+        transport, missing = self._config.transport, WORKERS - {peer.role for peer in peers}
         found = [f"broker: a {role} to join" for role in sorted(missing, reverse=True)] + self.broker.report.waits(now)
         for peer in peers:
             who = f"{peer.role} {peer.name}"
@@ -212,15 +208,15 @@ class Server:
         if peer.role not in ROLES:
             raise TransportError(f"role {peer.role!r} is unknown, expected one of {', '.join(ROLES)}")
         if peer.role == "learner":
-            others = [other for other in self._of("learner") if other is not peer]
-            if others:
+            if others := [other for other in self._of("learner") if other is not peer]:
                 raise TransportError(f"learner {others[0].name} is here already: a run has one learner")
             self.broker.learner_joined(peer.hello)
         elif peer.role == "generator":
             self.broker.scheduler.joined(peer.name)
         log.info("%s %s incarnation %d joined", peer.role, peer.name, peer.incarnation)
         self.actor.call(lambda: self._joined(peer))  # after the welcome has been sent
-        return self.broker.welcome()
+        versions = self.broker.versions
+        return m.Welcome(versions.current, versions.weights, self.broker.run.step)
 
     def _joined(self, peer: Peer) -> None:
         done, now = self.broker.run.done, time.monotonic()

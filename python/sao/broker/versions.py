@@ -23,9 +23,9 @@ class Versions:
         self.fingerprints: dict[int, str] = {}
 
     @property
-    def oldest_kept(self) -> int | None:
-        """The oldest version that is still trained; None when nothing is dropped for its age."""
-        return max(0, self.current - self._staleness.max_lag) if self._staleness.stale == "drop" else None
+    def oldest_kept(self) -> int:
+        """The oldest version that is still trained; 0 when nothing is dropped for its age."""
+        return max(0, self.current - self._staleness.max_lag) if self._staleness.stale == "drop" else 0
 
     def check(self, weights: WeightsRef | None) -> None:
         """Raises `ValidationError` for weights that are not newer than the current ones."""
