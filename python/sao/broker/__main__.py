@@ -16,9 +16,7 @@ from sao.errors import ConfigError, Error
 def main(argv: list[str] | None = None) -> int:
     """Serves until the run has ended; 0 in order, 1 after an error, 2 for a wrong configuration."""
     parser = argparse.ArgumentParser(prog="python -m sao.broker", description="The broker of one run.")
-    parser.add_argument(
-        "--run-folder", type=Path, required=True, help="folder with config.json; the ledger is kept here"
-    )
+    parser.add_argument("--run-folder", type=Path, required=True, help="folder with config.json, and the journal")
     parser.add_argument("--endpoint", required=True, help="ipc://PATH in a folder with mode 0700, or tcp://HOST:PORT")
     parser.add_argument("--resume-step", type=int, help="the run is resumed after this step; later ones are lost")
     parser.add_argument("--line", type=int, help="number of this return to --resume-step; with the same one it is done")

@@ -40,9 +40,7 @@ STALLS_SHOWN: Final = 8  # of everything that the run waits for, in an event
 
 
 class Broker:
-    """The state machine of a run. Raises `sao` errors for wrong requests; a `LedgerError` means that the state itself
-    is wrong.
-    """
+    """The state machine of a run. A `LedgerError` means that the state is wrong, any other error that a request is."""
 
     def __init__(self, config: Config, persistence: Persistence, outbox: Outbox, now: float) -> None:
         """Goes on where an earlier broker was."""
@@ -66,9 +64,7 @@ class Broker:
     # -- issued, generating
 
     def generator_joined(self, name: str, hello: m.Hello, now: float) -> None:
-        """A generator has been welcomed. Of the training tasks that it works on it keeps those that are its own, the
-        others it is told to leave; it gets more when it states free slots.
-        """
+        """A generator has been welcomed; it gets tasks when it states free slots, and keeps those still its own."""
         if name in self.scheduler.generators:
             self.scheduler.claim(name, hello.tasks)
             self.progress(now)
@@ -131,9 +127,7 @@ class Broker:
         return m.Ack()
 
     def failure(self, name: str, message: m.FailedRollout, now: float) -> m.Ack:
-        """A rollout failed: it is dropped under its reason, never trained, and a new task takes its place; a member of
-        a group is played again.
-        """
+        """A rollout failed: it is dropped under its reason, never trained; a member of a group is played again."""
         task = self.book.current(message.ordinal, message.attempt, message.sampled_tokens)
         if isinstance(task, str):
             return m.Ack(False, task)
@@ -170,9 +164,7 @@ class Broker:
             self.evaluation.resume(self.run.step)
 
     def take(self, key: Hashable, n: int, now: float) -> None:
-        """Asks for `n` trajectories; answered through the outbox as soon as there are as many. Raises
-        `ValidationError`.
-        """
+        """Asks for `n` trajectories; answered through the outbox as soon as there are. Raises `ValidationError`."""
         self.leases.ask(key, n, now)
         if not self.run.ending:
             self._give_back(self.leases.of(None, key))  # the answer was lost with a broker or a connection
@@ -334,9 +326,7 @@ class Broker:
     # -- what has become possible, and the end
 
     def progress(self, now: float) -> None:
-        """Everything that may have become possible: orphans to start again, room in the buffer, takes, results of
-        rounds, the end, new tasks.
-        """
+        """Does what has become possible: orphans, room in the buffer, takes, results of rounds, the end, new tasks."""
         if self.run.done is not None:
             return
         self._lost(self.scheduler.orphans(now))
@@ -396,27 +386,30 @@ class Broker:
 
     def note(self) -> dict[str, Any]:
         """What a later broker needs to know beside ledger and frames."""
-        note: dict[str, Any] = {"run": self.run}
-        for owner in (self.versions, self.scheduler, self.leases, self.evaluation):
-            note |= owner.note()
-        return note
+        owners = self.versions.note() | self.scheduler.note() | self.leases.note() | self.evaluation.note()
+        return {"run": self.run, **owners}
 
     def _restore(self, persistence: Persistence, now: float) -> None:
         """Goes on where an earlier broker was; what is damaged is an event, and its tasks are started again."""
+        note, found, self.book.restored = persistence.note, self.book.restored, {}
         for text in persistence.ledger.damage:
             self.outbox.event("warning", f"{text}; what it was about is done again")
-        if persistence.note:
-            self._take_over(persistence.note, now)
-        found, self.book.restored = self.book.restored, {}
+        if note:
+            self.versions.restore(note)
+            self.scheduler.restore(note, now)
+            if self.run.shown:  # the broker before this one may have been killed before it could
+                self.outbox.push("supervisor", "", self.run.shown)
+            if self.run.done is None:
+                self.evaluation.restore(note, now)
         for state in ("leased", "ready"):  # what is leased must be in the buffer, what is ready may wait for room
             for ordinal, frames in found.items():
                 task = self.book.live[ordinal]
                 if task.state == state:
                     self.store.put(ordinal, frames, task.min_version)
                     task.finished = now
-            if state == "leased":
-                self.leases.reopen()
-        if persistence.note:
+            if state == "leased" and note:
+                self.leases.restore(note, now)
+        if note:
             counts, where = self.book.ledger.counts(), f"step {self.run.step}, version {self.versions.current}"
             there = f"{counts['ready']} ready, {counts['leased']} leased, {len(self.book.running)} running"
             self.outbox.event("warning", f"broker: goes on after {where}: {there}")
@@ -426,19 +419,8 @@ class Broker:
         for task in self.book.broken_groups():
             self.book.drop(task, INCOMPLETE)
 
-    def _take_over(self, note: dict[str, Any], now: float) -> None:
-        self.versions.restore(note)
-        self.scheduler.restore(note, now)
-        self.leases.restore(note, now)
-        if self.run.shown:  # the broker before this one may have been killed before it could
-            self.outbox.push("supervisor", "", self.run.shown)
-        if self.run.done is None:
-            self.evaluation.restore(note, now)
-
     def _rewind(self) -> None:
-        """The learner goes on after a step that it has been at before: of what was sampled since, only that counts
-        which weights of the steps that are left have sampled, and no more than may be ahead of them.
-        """
+        """The learner goes on after an earlier step: what newer weights have sampled or is too far ahead is undone."""
         ahead = (self.config.staleness.max_lag + 1) * self.config.learner.batch_trajectories
         for ordinal in self.book.rewind(self.versions.current, ahead):
             self.store.discard(ordinal)

@@ -32,9 +32,7 @@ class Round:
 
 
 class Evaluation:
-    """The rounds. At most one runs and one waits: a newer one that becomes due replaces it, and `skipped` counts
-    that.
-    """
+    """The rounds. At most one runs and one waits; one that is replaced by a newer one counts in `skipped`."""
 
     def __init__(self, config: Config) -> None:
         self._config, self._every = config, config.eval.every_steps
@@ -76,9 +74,7 @@ class Evaluation:
         return TaskEntry(ordinal, self.current.attempts[ordinal], seed, "eval")
 
     def result(self, ordinal: int, reward: float | None, success: bool | None, reason: str, version: int) -> bool:
-        """Takes an answer; `reward` is None for a failure, which never enters a mean; `success` None: the reward
-        decides. False: late or a duplicate.
-        """
+        """Takes an answer; `reward` None: it failed; `success` None: the reward decides. False: late or twice."""
         current = self.current
         if current is None or ordinal not in current.open:
             return False

@@ -103,9 +103,7 @@ class LeaseTable:
             self.book.requeue(self.book.live[ordinal], "log_damaged")
 
     def committed(self, number: int, step: int) -> bool:
-        """Whether this very commit was taken before, and its answer lost. Raises `TransportError` for a lease that is
-        not open.
-        """
+        """Whether this very commit was taken before. Raises `TransportError` for a lease that is not open."""
         if number in self.open:
             return False
         if (number, step) != (self.last_number, self.run.step):
@@ -113,9 +111,7 @@ class LeaseTable:
         return True
 
     def trained(self, number: int, step: int, trained: int, masked: int) -> None:
-        """Step `step` has used an open lease. Raises `LedgerError` when the numbers of tokens are not those of the
-        lease; nothing has changed then.
-        """
+        """Step `step` has used an open lease. Raises `LedgerError` when the tokens are not those of the lease."""
         lease = self.open[number]
         for task in self.book.trained(number, lease.ordinals, step, trained, masked):
             self.meter.ended(task.n_tokens, True)
@@ -129,20 +125,17 @@ class LeaseTable:
         return {"next_lease": self.next_number, "last_lease": self.last_number, "learner": self.session}
 
     def restore(self, note: dict[str, Any], now: float) -> None:
-        """Goes on where an earlier broker was: its learner may come back for `transport.outage_s`."""
+        """Opens the leases of an earlier broker; its learner may come back for `transport.outage_s`. Those of their
+        trajectories that are not in the store the log has lost.
+        """
         self.next_number, self.last_number, self.session = note["next_lease"], note["last_lease"], note["learner"]
         self.back_by = now + self.config.transport.outage_s
-
-    def reopen(self) -> None:
-        """Opens the ledger's leases, with those of their trajectories that are in the store."""
         for number, ordinals in self.book.ledger.leases():
             copies = [copy for ordinal in ordinals for copy in self.store.take([ordinal])]
             self.open[number] = OpenLease(None, ordinals, copies)
-            self.next_number = max(self.next_number, number + 1)
 
     def _ready(self, n: int) -> list[Any]:
-        """Copies of `n` trajectories in order of completion, or in order of issue (`window`); empty while there are
-        fewer.
+        """Copies of `n` trajectories in order of completion or of issue (`window`); empty while there are fewer.
 
         `window`: the `n` oldest tasks must all be ready. When a task is started at most (max_lag + 1) * batch - 1
         others are before it, so it is used in the (max_lag + 1)-th update from then at the latest: no token exceeds

@@ -21,9 +21,7 @@ class Report:
     leases: LeaseTable
 
     def step_metrics(self, now: float) -> dict[str, float]:
-        """The broker's metrics of a step, all under `broker/`; rates, lags and ages are of the time since the last
-        step.
-        """
+        """The broker's metrics of a step, all under `broker/`; rates, lags and ages are those since the last step."""
         scheduler, book = self.scheduler, self.scheduler.book
         tokens, counts, generators = book.ledger.tokens(), book.ledger.counts(), scheduler.generators.values()
         metrics: dict[str, float] = {
@@ -85,9 +83,7 @@ class Report:
         }
 
     def waits(self, now: float) -> list[str]:
-        """Everything that the run waits for, one line each, who waits first: how long it has been and how long it may
-        be. Empty when the run is over.
-        """
+        """What the run waits for, who waits first: how long it has been and may be. Empty when the run is over."""
         scheduler, book, found = self.scheduler, self.scheduler.book, list[str]()
         if scheduler.run.done is not None:
             return found

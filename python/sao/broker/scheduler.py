@@ -67,9 +67,7 @@ class Scheduler:
         generator.free = max(0, free - on_the_way)
 
     def claim(self, name: str, held: Sequence[tuple[int, int]]) -> None:
-        """A generator that has joined works on these (ordinal, attempt): those that are still its own it goes on
-        with, the others it is to leave.
-        """
+        """A generator works on these (ordinal, attempt): it goes on with those still its own, and leaves the others."""
         self.missing.discard(name)
         for ordinal, attempt in held:
             if not self.book.claim(ordinal, attempt, name):
@@ -80,9 +78,7 @@ class Scheduler:
         self.outbox.push("generator", generator, CancelTask(ordinal, attempt))
 
     def orphans(self, now: float) -> list[TrainingTask]:
-        """Running tasks of an earlier broker that no generator has claimed, once all have been heard of or their time
-        is over.
-        """
+        """Running tasks of an earlier broker that no generator has claimed, once all have joined or had the time."""
         if not self._unclaimed or (self.missing and now < self.missing_until):
             return []
         self.missing.clear()
@@ -95,9 +91,7 @@ class Scheduler:
         return [task for task in self.book.running.values() if now - task.started >= limit]
 
     def permits(self) -> int:
-        """Rollouts that may be started now: by staleness, by the buffer's room, by the end of the run; the least
-        counts.
-        """
+        """Rollouts that may be started now: the least of what staleness, the buffer's room and the end leave."""
         if self.run.ending or self.run.awaiting:
             return 0
         book, batch = self.book, self.config.learner.batch_trajectories

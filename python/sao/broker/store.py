@@ -24,18 +24,22 @@ class ReadyStore:
         self.waiting: deque[tuple[int, Sequence[Buffer], int]] = deque()
 
     def put(self, ordinal: int, frames: Sequence[Buffer], min_version: int) -> None:
-        """Takes an encoded trajectory: header, payload, sidecars; never blocks. Raises `ValidationError` for one that
-        can never fit.
-        """
+        """Takes a trajectory (header, payload, sidecars). Raises `ValidationError` for one that can never fit."""
         self.largest_bytes = max(self.largest_bytes, sum(memoryview(frame).nbytes for frame in frames))
-        if self.waiting or not self._fits(ordinal, frames, min_version):
-            self.waiting.append((ordinal, frames, min_version))
+        self.waiting.append((ordinal, frames, min_version))
+        if len(self.waiting) == 1:
+            self.refill()
 
     def refill(self) -> bool:
         """Moves what waits into the room that has become free; whether anything moved."""
         before = len(self.waiting)
-        while self.waiting and self._fits(*self.waiting[0]):
-            self.waiting.popleft()
+        while self.waiting:
+            ordinal, frames, version = self.waiting.popleft()
+            try:
+                self.buffer.put(*frames[:2], min_version=version, timeout_s=0.0, sidecars=frames[2:], task=ordinal)
+            except FullError:
+                self.waiting.appendleft((ordinal, frames, version))
+                break
         return len(self.waiting) < before
 
     def room(self, leased: int, ready: int, running: int) -> int:
@@ -47,9 +51,7 @@ class ReadyStore:
         return max(0, min(by_count, by_bytes))
 
     def take(self, what: int | Sequence[int]) -> list[Any]:
-        """The buffer's leases of so many trajectories in order of completion, or of these tasks in this order; empty
-        unless all are in the buffer.
-        """
+        """The buffer's leases of so many in order of completion, or of these tasks; empty unless all are there."""
         if not isinstance(what, int) and not 0 < len(what) <= self.max_trajectories:
             return []  # what it can never hold is an error to the buffer
         return self.buffer.try_take(what)
@@ -64,11 +66,3 @@ class ReadyStore:
         """Frees everything that waits or is ready."""
         self.waiting.clear()
         self.buffer.close()
-
-    def _fits(self, ordinal: int, frames: Sequence[Buffer], min_version: int) -> bool:
-        header, payload, *sidecars = frames
-        try:
-            self.buffer.put(header, payload, min_version=min_version, timeout_s=0.0, sidecars=sidecars, task=ordinal)
-        except FullError:
-            return False
-        return True

@@ -17,7 +17,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, Final, Literal
 
 import msgspec
@@ -26,12 +26,11 @@ from sao import _core
 from sao.broker.persistence import Persistence
 from sao.transport.messages import Buffer, KeptTurn
 
-Split = Literal["train", "eval"]
 MAX_ATTEMPTS: Final = 5  # of a task whose generators keep dying; a restart of the run is not its fault
 MAX_REASONS: Final = 64  # different reasons of drops; further ones of environments are counted as "other"
 
 
-def task_seed(run_seed: int, split: Split, index: int) -> int:
+def task_seed(run_seed: int, split: Literal["train", "eval"], index: int) -> int:
     """The seed of a task, 53 bits so that it survives a double: a function of the run's seed, the split and the index
     alone. A repeated attempt gets the same task; the train and eval splits never share a stream.
     """
@@ -175,9 +174,10 @@ class TaskBook:
 
     def head(self, n: int) -> list[int]:
         """The `n` oldest tasks that are not leased, in the order of issue; empty unless all of them are ready."""
-        tasks = list(islice((task for task in self.live.values() if task.state != "leased"), n))
-        ready = len(tasks) == n and all(task.state == "ready" for task in tasks)
-        return [task.ordinal for task in tasks] if ready else []
+        waiting = (task for task in self.live.values() if task.state != "leased")
+        ready = islice(takewhile(lambda task: task.state == "ready", waiting), n)
+        ordinals = [task.ordinal for task in ready]
+        return ordinals if len(ordinals) == n else []
 
     def whole_groups(self, n: int) -> list[int]:
         """The `n` ordinals of the groups that were complete first; empty when there are fewer."""
@@ -207,9 +207,7 @@ class TaskBook:
             self.live[ordinal].state = "ready"
 
     def trained(self, number: int, ordinals: Iterable[int], step: int, trained: int, masked: int) -> list[TrainingTask]:
-        """A committed step used the lease. A learner that went back to a checkpoint repeats steps; the ledger goes
-        on.
-        """
+        """A committed step used the lease. A learner that went back repeats steps, which the ledger numbers anew."""
         self.ledger.trained(number, max(step, (self.ledger.last_step or 0) + 1), trained, masked)
         self.commits += 1
         return [self.live.pop(ordinal) for ordinal in ordinals]
@@ -244,7 +242,7 @@ class TaskBook:
 
     def rewind(self, version: int, capacity: int) -> list[int]:
         """Takes back what newer weights than `version` have sampled, and what is ready beyond the `capacity` oldest
-        tasks; returns the ordinals whose trajectories are no longer wanted.
+        tasks; returns the ordinals of the ready ones.
         """
         ahead = set(sorted(self.live)[:capacity])
         ready = [task for task in self.live.values() if task.state == "ready"]
