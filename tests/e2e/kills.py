@@ -183,7 +183,7 @@ class Story:
         for _ in range(3):
             if self.complete:
                 return
-            code = self.start()
+            code = self.start(None)
             assert code == 0, f"seed {self.seed}: exit code {code}\n{(self.folder / 'output.txt').read_text()[-3000:]}"
         raise AssertionError(f"seed {self.seed}: the run is not complete")
 

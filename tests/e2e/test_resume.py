@@ -42,7 +42,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_an_undisturbed_one(tmp_pat
 
 def test_an_undisturbed_run_trains_the_tasks_that_the_others_are_held_to(tmp_path, tiny_model):
     story = Story(tmp_path, tiny_model, "plain", 0, steps=10)
-    assert story.start() == 0
+    assert story.start(None) == 0
     story.check()
     assert not story.kills
 

@@ -272,8 +272,8 @@ class Server:
             self.actor.stop()
 
     def _awaited(self) -> bool:
-        """Whether one who must hear of the end is not here (yet): the supervisor, or a worker of an earlier broker. After
-        a signal, as when the supervisor is killed, nobody is awaited.
+        """Whether one who must hear of the end is not here: the supervisor, or a worker of an earlier broker. Nobody is
+        awaited after a signal, as when the supervisor is killed.
         """
         scheduler, leases = self.broker.scheduler, self.broker.leases
         if self._endings:
