@@ -11,9 +11,8 @@ import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 from sao.envs.protocol import check_choice
 from sao.errors import ConfigError, EnvironmentFailure
@@ -24,8 +23,7 @@ RewardFrom = Literal["posted", "last_line"]
 _OUTPUT_BYTES, _ERROR_BYTES = 1 << 20, 2000  # that are kept of the program's output
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
+class Access(NamedTuple):
     """The access of an agent to one episode: to the API, and to where its reward is posted."""
 
     base_url: str
@@ -36,13 +34,8 @@ class Access:
 
     def variables(self) -> dict[str, str]:
         """The same as environment variables; the first two are those that the `openai` clients read."""
-        return {
-            "OPENAI_BASE_URL": self.base_url,
-            "OPENAI_API_KEY": self.api_key,
-            "SAO_MODEL": self.model,
-            "SAO_REWARD_URL": self.reward_url,
-            "SAO_REWARD_KEY": self.reward_key,
-        }
+        names = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "SAO_MODEL", "SAO_REWARD_URL", "SAO_REWARD_KEY")
+        return dict(zip(names, self, strict=True))
 
 
 @runtime_checkable

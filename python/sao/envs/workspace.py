@@ -69,7 +69,7 @@ for module, function, arguments in calls:
         found.append(None)
 os.write(out, b"\\n" + json.dumps(found).encode())
 """
-_SCRIPT_BYTES = 100_000
+_SCRIPT_BYTES = 100_000  # Linux takes 128 KiB as an argument of a program
 _FENCED = re.compile(r"\A\s*```[a-z]*\n(.*?)\n?```\s*\Z", re.DOTALL)
 
 
@@ -121,22 +121,18 @@ class Workspace(SingleTask[RepositoryTask]):
         assert self._folder is not None
         script = _FENCED.sub(r"\1", text)
         if script.strip() == "done":
-            return await self._finish(await self._grade(task))
-        if not _passable(script):
+            return self._end(await self._grade(task))
+        if not is_unicode(script) or "\0" in script or len(script.encode()) > _SCRIPT_BYTES:
             return StepResult((Message("tool", "exit code 2: not a shell script"),), None, False)
         outcome = await self._run(script)
         if await asyncio.to_thread(_larger, self._folder, self._tree_bytes):
-            return await self._finish(0.0)
+            return self._end(0.0)
         return StepResult((Message("tool", self._show(outcome)),), None, False)
 
     async def close(self) -> None:
         folder, self._folder, self._task = self._folder, None, None
         if folder is not None:
             await asyncio.to_thread(_remove, folder)
-
-    async def _finish(self, reward: float) -> StepResult:
-        await self.close()
-        return self._end(reward)
 
     async def _run(self, script: str, *, writable: bool = True, stdin: bytes = b"", **more: str) -> Outcome:
         assert self._folder is not None
@@ -162,11 +158,6 @@ class Workspace(SingleTask[RepositoryTask]):
         killed = f"killed after {self._sandbox.limits.wall_s:g} s"
         end = killed if outcome.timed_out else f"exit code {outcome.exit_code}"
         return f"{end}\n{text}" if text else end
-
-
-def _passable(script: str) -> bool:
-    """Whether it can be an argument of a program: Linux takes 128 KiB, and no NUL."""
-    return is_unicode(script) and "\0" not in script and len(script.encode()) <= _SCRIPT_BYTES
 
 
 def _write(files: dict[str, str], folder: Path) -> None:

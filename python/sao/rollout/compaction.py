@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import resources
 from itertools import takewhile
@@ -62,9 +63,9 @@ def templates(config: Config) -> tuple[Template, Template]:
 
 
 class Compactor:
-    """The parts of compaction that all episodes share: templates, lengths and the fixed summariser, if there is one.
+    """The parts of compaction that all episodes share. request_tokens: what the summary request adds to a window.
+    threshold_tokens: T of equation 7.
 
-    request_tokens: what the summary request adds to a window. threshold_tokens: T of equation 7.
     Raises `ConfigError` when the lengths in `[compaction]` leave no room for the request, or a template is not usable.
     """
 
@@ -84,11 +85,9 @@ class Compactor:
         sizes = []
         for role in ("user", "tool"):
             before = (Message(role, "a"),)
-            try:
+            with suppress(EnvironmentFailure):  # a template that does not know the role
                 plain = self.renderer.observation(before, None).size
                 sizes.append(self.renderer.observation(joined(before, self.request_message), None).size - plain)
-            except EnvironmentFailure:  # a template that does not know the role
-                continue
         if not sizes:
             raise ConfigError("compaction: the chat template takes neither a user nor a tool message after a turn")
         return max(sizes)

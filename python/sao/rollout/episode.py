@@ -44,8 +44,8 @@ async def run_episode(
 
     recorder: fresh; what it holds afterwards is also true of a failure. With `turns` in its assignment the episode goes
     on after these; `DivergedError` when the environment does not repeat itself.
-    compactor: what episodes share for compaction; None: one is made for this episode, if compaction is enabled.
-    calls: bounds the calls of environments at once; waiting for it is in no call's deadline.
+    compactor: what episodes share for compaction; None: one is made here if it is enabled. calls: bounds the calls of
+    environments at once; waiting for it is in no call's deadline.
     Returns a trajectory with at least one sampled token and a reward. Raises `EngineError` and `EnvironmentFailure`
     (reason `reset_error`, `step_error`, `timeout`, `bad_reward`, `prompt_too_long`, or the environment's own).
     """
@@ -121,7 +121,7 @@ class _Episode:
         return self.end(Termination("truncated", reason), self.recorder.no_reward(self.env.reward_range))
 
     def end(self, termination: Termination, reward: float) -> Trajectory:
-        metadata = self.compaction.metadata() if self.compaction is not None else {}
+        metadata = self.compaction.metadata() if self.compaction else {}
         return self.recorder.trajectory(termination, reward, self.turn_rewards, metadata)
 
 

@@ -26,10 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One attempt at a task, as the broker hands it out: task ordinal, attempt, the environment's seed and the split.
-
-    turns: what a generator before this one has left of it.
-    """
+    """One attempt at a task, as the broker hands it out. turns: what a generator before this one has left of it."""
 
     ordinal: int
     attempt: int
