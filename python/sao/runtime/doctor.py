@@ -135,8 +135,11 @@ def _machine() -> Iterator[Finding]:
         yield "shared memory", "note", "no /dev/shm: weights go through the run folder"
         return
     free = shutil.disk_usage(folders.SHARED_MEMORY).free
-    text = f"{free / GIB:.1f} GiB free; four copies of the weights must fit"
-    yield "shared memory", "ok" if free > GIB else "note", text
+    yield (
+        "shared memory",
+        "ok" if free > GIB else "note",
+        f"{free / GIB:.1f} GiB free; must hold the weights four times",
+    )
 
 
 def _sockets() -> Iterator[Finding]:

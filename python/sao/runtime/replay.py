@@ -47,9 +47,7 @@ def _origin(run_folder: Path, step: int) -> tuple[Checkpoint | None, int]:
     if step not in recorded:
         have = f"recorded are {_steps(recorded)}" if recorded else "none is recorded: set telemetry.keep_trajectories"
         raise ConfigError(f"step {step} is not recorded in {run_folder}; {have}")
-    first = step
-    while first - 1 in recorded:
-        first -= 1
+    first = next(number for number in range(step, -1, -1) if number - 1 not in recorded)
     saved = checkpoints.steps(run_folder / "checkpoints")
     for number, folder in saved.items():
         if first - 1 <= number < step:
@@ -69,9 +67,7 @@ def _check_records(run_folder: Path, first: int, metas: list[dict[str, Any]]) ->
     trained = {step["step"]: [list(task) for task in step["tasks"]] for step in history}
     for step, meta in enumerate(metas, first):
         if trained.get(step) != meta.get("tasks"):
-            raise ConfigError(
-                f"the record of step {step} is of steps that were lost at a resume; it was not made again"
-            )
+            raise ConfigError(f"the record of step {step} is of steps that a resume lost; it was not made again")
 
 
 def _check_settings(first: int, metas: list[dict[str, Any]]) -> None:
@@ -109,13 +105,12 @@ def _run(config: Config, paths: list[Path], checkpoint: Checkpoint | None) -> li
             command = launch.learner(config, places, rank)
             argv = (*command.argv, "--replay", *map(str, paths), "--report", str(report))
             family.start(replace(command, argv=argv), folder / f"{command.name}.log", ended.put)
-        for _ in range(config.learner.ranks):
-            try:
-                child = ended.get(timeout=LIMIT_S)
-            except queue.Empty:
-                raise LearnerError(f"the replay was not done within {LIMIT_S:g} s and was ended") from None
-            if child.returncode != 0:
-                raise LearnerError(f"the replay failed ({child.how_it_ended}): {child.last_lines(1)}")
+        try:
+            for _ in range(config.learner.ranks):
+                if (child := ended.get(timeout=LIMIT_S)).returncode != 0:
+                    raise LearnerError(f"the replay failed ({child.how_it_ended}): {child.last_lines(1)}")
+        except queue.Empty:
+            raise LearnerError(f"the replay was not done within {LIMIT_S:g} s and was ended") from None
         found: list[dict[str, Any]] = json.loads(report.read_text())
         return found
 

@@ -113,9 +113,8 @@ def _agree(ledger: Path, checkpoint: Checkpoint) -> None:
     if step is None:
         raise CheckpointError(f"{checkpoint.path}: {ledger.name} knows no step {checkpoint.step}")
     if (step["lease"], [list(task) for task in step["tasks"]]) != (saved["lease"], saved["tasks"]):
-        raise CheckpointError(
-            f"{checkpoint.path}: step {checkpoint.step} contradicts {ledger.name}, which was rewound since"
-        )
+        text = f"step {checkpoint.step} contradicts {ledger.name}, which was rewound since"
+        raise CheckpointError(f"{checkpoint.path}: {text}")
     trained = Ordinals(runs)
     trained.add(ordinal for ordinal, _ in step["tasks"])
     if trained.runs != saved["trained"]:
@@ -140,10 +139,8 @@ def _finished(config: Config, run_folder: Path, step: int) -> str:
         last = next((record for record in reversed(records) if record["kind"] == "eval"), {})
         # an evaluation goes on beside the learner: by the time it ends the run, a later step may be saved
         if 0 < last.get("step", 0) <= step and (last.get("success") or 0.0) >= target:
-            return (
-                f"the run is complete: run.target_success = {target:g} was reached at step {last['step']}; "
-                "raise it to train on"
-            )
+            reached = f"run.target_success = {target:g} was reached at step {last['step']}"
+            return f"the run is complete: {reached}; raise it to train on"
     return ""
 
 

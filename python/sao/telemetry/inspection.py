@@ -151,7 +151,7 @@ def _segments(
     it = item.trajectory
     head = Text(f"trajectory {it.id.hex()}  task {it.task_ordinal}  attempt {it.attempt}  {it.env}\n", "bold")
     reason = f" ({it.termination.reason})" if it.termination.reason else ""
-    head.append(f"{it.termination.kind}{reason}, reward {it.reward}, temperature {it.temperature:g}\n", "")
+    head.append(f"{it.termination.kind}{reason}, reward {it.reward}, temperature {it.temperature:g}\n")
     head.append("".join(f"{key} {value}  " for key, value in it.metadata.items()) + "\n", "dim")
     head.append(COLOURS[colour] if colours else f"{OPEN}sampled by the policy{CLOSE}", "dim italic")
     yield head

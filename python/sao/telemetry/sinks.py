@@ -1,5 +1,7 @@
 """The sinks of records: one machine-readable file, TensorBoard, Weights & Biases, Prometheus.
 
+Each takes records in the order in which they happened (`write`) and writes at last what it still holds back (`close`).
+
 A record is a flat dict with `kind` (`run`, `resume`, `step`, `eval`, `event`, `end`) and `time_s` (Unix time); numbers
 are numbers, and what is not finite or not known is null. `docs/reference/metrics.md` lists the names.
 """
@@ -11,22 +13,12 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sao.errors import ConfigError
 
 Record = dict[str, Any]
 PROMETHEUS_HOST = "127.0.0.1"
-
-
-class Sink(Protocol):
-    """Takes records in the order in which they happened."""
-
-    def write(self, record: Record) -> None:
-        """Takes one record; never raises for what the record holds."""
-
-    def close(self) -> None:
-        """Writes what is still held back."""
 
 
 def record(kind: str, fields: Mapping[str, Any]) -> Record:
@@ -133,6 +125,9 @@ class Prometheus:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(timeout=5)
+
+
+Sink = JsonLines | TensorBoard | WandB | Prometheus
 
 
 def taken(port: int, error: OSError) -> str:
