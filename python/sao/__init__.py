@@ -4,35 +4,21 @@ The parts work alone: `from sao import TrajectoryBuffer, pack, advantages, dis_l
 first used, so `import sao` is quick and imports no torch.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
 
-_EXPORTS = {
-    "Segment": "sao.trajectory",
-    "SegmentBuilder": "sao.trajectory",
-    "Termination": "sao.trajectory",
-    "Trajectory": "sao.trajectory",
-    "decode": "sao.trajectory",
-    "encode": "sao.trajectory",
-    "encode_frames": "sao.trajectory",
-    "Ledger": "sao._core",
-    "summary": "sao._core",
-    "Admission": "sao._core",
-    "VersionClock": "sao._core",
-    "pack": "sao._core",
-    "plan": "sao._core",
-    "token_lags": "sao._core",
-    "TrajectoryBuffer": "sao.embed.buffer",
-    "advantages": "sao.algorithms.advantage",
-    "dis_loss": "sao.algorithms.policy_loss",
-    "dis_weights": "sao.algorithms.policy_loss",
-    "Config": "sao.config",
-    "Error": "sao.errors",
+_NAMES = {
+    "sao.trajectory": ("Segment", "SegmentBuilder", "Termination", "Trajectory", "decode", "encode", "encode_frames"),
+    "sao._core": ("Ledger", "summary", "Admission", "VersionClock", "pack", "plan", "token_lags"),
+    "sao.embed.buffer": ("TrajectoryBuffer",),
+    "sao.algorithms.advantage": ("advantages",),
+    "sao.algorithms.policy_loss": ("dis_loss", "dis_weights"),
+    "sao.config": ("Config",),
+    "sao.errors": ("Error",),
 }
+_EXPORTS = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = ["__version__", *_EXPORTS]
 
