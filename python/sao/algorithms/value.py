@@ -42,8 +42,8 @@ def value_loss(
 ) -> ValueSums:
     """Sum of squared errors over the tokens of `mask` (bool; default: all) in float32 or better.
 
-    What values and targets hold outside the mask is never read. `old_values`: those from before the step's first
-    update, not a prediction of the same network now; there is no gradient where the held value has the larger error.
+    What the others hold outside the mask is never read. `old_values` are not a prediction of the same network now;
+    there is no gradient where the held value has the larger error.
     """
     mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     chosen = wide(values[mask])

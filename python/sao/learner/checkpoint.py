@@ -1,12 +1,9 @@
 """Checkpoints of a learner: saved beside training, and read again.
 
-Saved are all parameters of policy and critic, both AdamW states, the random states of every rank, the counters, and
-which tasks were trained: everything that decides the next step. Learning rates are a function of the training step.
-Tensors are stored in shards by `torch.distributed.checkpoint`, as safetensors files (nothing that is read can run), so
-a run may be resumed on another number of ranks; beside them lies the model as a Hugging Face folder.
-
-Every tensor is copied to the memory of the host before `save` returns; writing goes on in a thread, with a process
-group of its own, so that its collectives cannot mix with those of training.
+Saved is what decides the next step: all parameters, both AdamW states, the random states of every rank, the counters,
+and which tasks were trained. Tensors are stored in shards by `torch.distributed.checkpoint`, as safetensors files, so a
+run may be resumed on another number of ranks. Writing goes on in a thread, with a process group of its own, so that its
+collectives cannot mix with those of training.
 """
 
 from __future__ import annotations

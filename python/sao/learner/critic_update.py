@@ -61,7 +61,7 @@ class CriticUpdate:
         known = lambdas[np.isfinite(lambdas)]  # a trajectory without action tokens has none
         if known.size:
             work.metrics["lambda/mean"] = float(known.mean())
-        work.record(targets=targets, values=values)
+        work.arrays |= {"targets": targets, "values": values}
         return advantages
 
     def _pass(self, work: Work, number: int, targets: Floats, old: Floats | None) -> Floats:

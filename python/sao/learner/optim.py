@@ -7,7 +7,7 @@ non-finite ones on all ranks alike, and clips by the global norm.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sao.config import Config
@@ -32,10 +32,7 @@ class Optimizer:
         self.set_step(0)
 
     def set_step(self, step: int) -> float:
-        """Sets and returns the rate of training step `step` (from 0), however many optimizer steps that has.
-
-        rate = base_rate * min(1, (step + 1) / warmup_steps), times 1 - step / total_steps if `lr_decay` is "linear"
-        """
+        """Sets and returns the rate of training step `step` (from 0), however many optimizer steps that has."""
         warmup = self.config.lr_warmup_steps
         factor = min(1.0, (step + 1) / warmup) if warmup else 1.0
         if self.config.lr_decay == "linear":
@@ -53,7 +50,8 @@ class Optimizer:
         non-finite gradient on any rank, and leaves the optimizer as it was.
         """
         with work.timed("optimizer"):
-            gradients = {key: local(p.grad) for key, p in self.parameters.items() if p.grad is not None}
+            held = {key: p.grad for key, p in self.parameters.items() if p.grad is not None}
+            gradients = {key: g.to_local() if isinstance(g, DTensor) else g for key, g in held.items()}
             norms = dict(zip(gradients, torch._foreach_norm(list(gradients.values())), strict=True))
             zero = torch.zeros((), dtype=torch.float64, device=self.world.device)
             squares = self.world.total(torch.stack([norms.get(key, zero).to(zero).square() for key in self.parameters]))
@@ -67,8 +65,3 @@ class Optimizer:
             self.adam.zero_grad()
         if bad:
             raise Skipped(f"non-finite gradient of {name} {bad[0]}")
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that may be sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -58,8 +58,7 @@ def plan_segments(
     bound = row_tokens * rows_per_micro_batch
     # How often a segment's length can be doubled without exceeding the longest.
     level = np.zeros(len(lengths), dtype=np.int64)
-    for halvings in range(1, CLASSES if masked else 1):
-        level += lengths <= longest >> halvings
+    level += sum(lengths <= longest >> halvings for halvings in range(1, CLASSES if masked else 1))
     best, least = None, np.inf
     for last in np.unique(level):  # lengths in (L/2, L], (L/4, L/2], ..., and the rest
         classes = [np.flatnonzero(np.minimum(level, last) == each) for each in np.unique(np.minimum(level, last))]

@@ -1,9 +1,8 @@
 """Value pretraining: a critic learns the returns of the start policy before reinforcement learning begins.
 
-The run is an ordinary one in which the policy never changes: generators roll it out, and each batch trains the critic,
-with Monte-Carlo targets (`lambda_critic = 1`) and the same frozen set as later. A batch is measured before it is
-trained on, so the explained variance is that of rollouts the critic has not seen; it is taken over the last `window`.
-Training ends when it reaches a target, when it has stopped to rise, or after `value_pretraining.steps` batches.
+The run is an ordinary one in which the policy never changes; each batch trains the critic, with Monte-Carlo targets
+(`lambda_critic = 1`). A batch is measured before it is trained on, so the explained variance is that of rollouts the
+critic has not seen.
 """
 
 from __future__ import annotations

@@ -81,10 +81,9 @@ class Learner:
         torch.set_num_threads(config.learner.threads)
         torch.use_deterministic_algorithms(config.learner.deterministic)
         torch.manual_seed(config.run.seed)
-        algorithm = config.algorithm
         self._attention = choose(config, self.world.device)
         self._policy_update = PolicyUpdate(config, self.world) if config.run.task == "train" else None
-        self.critic_update = CriticUpdate(config, self.world) if algorithm.has_critic else None
+        self.critic_update = CriticUpdate(config, self.world) if config.algorithm.has_critic else None
         self.critic = None if self.critic_update is None else self.critic_update.model
         updates = {"policy": self._policy_update, "critic": self.critic_update}
         models = [update.model for update in updates.values() if update is not None]
@@ -92,10 +91,7 @@ class Learner:
         self._vocabulary = min(model.vocabulary for model in models)
         self._linear_cost = linear_cost(models[-1])
         self.baseline_state: dict[str, Any] = {"all": [], "tasks": []}  # of an estimator without a critic
-        self.version = 0
-        self.steps = 0
-        self.skipped_total = 0
-        self._skipped_in_a_row = 0
+        self.version = self.steps = self.skipped_total = self._skipped_in_a_row = 0
 
     @property
     def policy(self) -> Policy:
@@ -135,17 +131,11 @@ class Learner:
         began, config, world = time.perf_counter(), self.config, self.world
         summaries = config.compaction.train_summaries
         batch = flatten(trajectories, self.version, summaries=summaries, vocabulary=self._vocabulary)
-        plan = plan_segments(
-            batch.lengths,
-            world.size,
-            config.learner.row_tokens,
-            config.learner.rows_per_micro_batch,
-            self._linear_cost,
-            masked=self._attention == SDPA,
-        )
+        bounds = (world.size, config.learner.row_tokens, config.learner.rows_per_micro_batch)
+        plan = plan_segments(batch.lengths, *bounds, self._linear_cost, masked=self._attention == SDPA)
         world.agree("batch and plan", int(plan.hash) ^ batch.checksum())
         micro = micro_batches(batch, plan, world.rank, world.device, self._attention)
-        work = Work(batch, plan, micro, recorded=config.telemetry.keep_trajectories > 0)
+        work = Work(batch, plan, micro)
         work.metrics.update(describe(trajectories, batch, config.env.success_reward))
         work.seconds["plan"] = time.perf_counter() - began
         return work
@@ -161,7 +151,7 @@ class Learner:
             advantages = whiten(advantages, work.batch.action_mask)
         chosen = advantages[work.batch.action_mask].astype(np.float64)
         work.metrics |= {"advantage/mean": float(chosen.mean()), "advantage/std": float(chosen.std())}
-        work.record(advantages=advantages)
+        work.arrays["advantages"] = advantages
         return advantages
 
     def _advantages_of_rewards(self, batch: Batch) -> Floats:
@@ -201,5 +191,5 @@ class Learner:
         if self._skipped_in_a_row >= self.config.learner.max_skipped_in_a_row:
             raise LearnerError(f"{self._skipped_in_a_row} steps in a row were skipped; the last one: {skipped}")
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        arrays = work.finish_record(self.world)
+        arrays = work.record(self.world) if self.config.telemetry.keep_trajectories else None
         return StepResult(self.steps, self.version, metrics, kept, sampled - kept, weights, skipped, arrays)

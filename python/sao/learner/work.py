@@ -20,21 +20,18 @@ class Skipped(Exception):
 
 
 class Work:
-    """One step in progress. `arrays`: what `sao.telemetry.recording` keeps of it, or None if it keeps nothing."""
+    """One step in progress. `arrays`: what `sao.telemetry.recording` keeps of it."""
 
-    def __init__(self, batch: Batch, plan: Plan, micro: list[MicroBatch], *, recorded: bool) -> None:
+    def __init__(self, batch: Batch, plan: Plan, micro: list[MicroBatch]) -> None:
         self.batch, self.micro = batch, micro
         self.n_actions = int(batch.action_mask.sum())  # of the whole batch, on all ranks
         self.seconds: dict[str, float] = {}  # by cause
         self.metrics: dict[str, float] = {}
-        self.arrays: dict[str, NDArray[Any]] | None = None
-        if recorded:
-            self.arrays = {name: getattr(batch, name) for name in ("lags", "segment_offsets", "trajectory_offsets")}
-            places = ("rank", "micro_batch", "row", "position")
-            self.arrays |= {f"plan_{name}": getattr(plan, name) for name in places}
-            self.arrays["rollout_logprobs"] = batch.logprobs
-            # Log-prob of each token of this rank, and 1 where there is one.
-            self._logprobs = torch.zeros(2, len(batch.token_ids), device=micro[0].flat.device)
+        self.arrays: dict[str, NDArray[Any]] = {"rollout_logprobs": batch.logprobs}
+        self.arrays |= {name: getattr(batch, name) for name in ("lags", "segment_offsets", "trajectory_offsets")}
+        self.arrays |= {f"plan_{name}": getattr(plan, name) for name in ("rank", "micro_batch", "row", "position")}
+        # Log-prob of each token of this rank, and 1 where there is one.
+        self._logprobs = torch.zeros(2, len(batch.token_ids), device=micro[0].flat.device)
 
     @contextmanager
     def timed(self, cause: str) -> Iterator[None]:
@@ -43,19 +40,11 @@ class Work:
         yield
         self.seconds[cause] = self.seconds.get(cause, 0.0) + time.perf_counter() - start
 
-    def record(self, **arrays: NDArray[Any]) -> None:
-        """Keeps copies of arrays over the flat tokens, equal on every rank."""
-        if self.arrays is not None:
-            self.arrays.update({name: array.copy() for name, array in arrays.items()})
-
     def record_logprobs(self, flat: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Keeps current log-probs of this rank's tokens, by flat index."""
-        if self.arrays is not None:
-            self._logprobs[0, flat], self._logprobs[1, flat] = logprobs.detach().float(), 1.0
+        self._logprobs[0, flat], self._logprobs[1, flat] = logprobs.detach().float(), 1.0
 
-    def finish_record(self, world: World) -> dict[str, NDArray[Any]] | None:
+    def record(self, world: World) -> dict[str, NDArray[Any]]:
         """All arrays, with the log-probs of all ranks (NaN where none was computed). A collective."""
-        if self.arrays is not None:
-            logprobs, seen = world.total(self._logprobs)
-            self.record(logprobs=torch.where(seen > 0, logprobs, torch.nan).cpu().numpy())
-        return self.arrays
+        logprobs, seen = world.total(self._logprobs)
+        return {**self.arrays, "logprobs": torch.where(seen > 0, logprobs, torch.nan).cpu().numpy()}

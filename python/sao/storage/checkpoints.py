@@ -1,12 +1,8 @@
 """Checkpoint folders: written as a transaction, and complete or ignored.
 
-A checkpoint is `checkpoints/step-N`: the model as a Hugging Face folder, the training state as sharded safetensors
-files under `state/`, and `manifest.json`, which lists every file with size and checksum and says which tasks were
-trained. All of it is written under a temporary name, the manifest last, everything is brought to the disk, and one
-rename makes it visible. What a kill or a full disk leaves is a temporary folder, which nobody reads; a folder that is
-not exactly what its manifest says is ignored, and reported.
-
-This file knows folders, not tensors; `sao.learner.checkpoint` knows what is in them.
+`docs/reference/checkpoint.md` says what is in one. All of it is written under a temporary name, the manifest last,
+everything is brought to the disk, and one rename makes it visible. What a kill or a full disk leaves is a temporary
+folder, which nobody reads; a folder that is not exactly what its manifest says is ignored, and reported.
 """
 
 from __future__ import annotations
@@ -113,7 +109,10 @@ class Draft:
         shutil.rmtree(old, ignore_errors=True)
         for step, path in list(steps(self.target.parent).items())[kept:]:
             if step != self.step:
-                _remove(path)
+                hidden = path.with_name(f".{path.name}.gone")  # its name goes first: half of it is never seen
+                _discard(hidden)
+                path.rename(hidden)
+                _discard(hidden)
         return self.target
 
     def abandon(self) -> None:
@@ -210,14 +209,6 @@ def steps(checkpoints: Path) -> dict[int, Path]:
     """Steps of which there is a folder, complete or not, newest first."""
     found = {int(match[1]): path for path in checkpoints.glob("*") if (match := _NAME.fullmatch(path.name))}
     return dict(sorted(found.items(), reverse=True))
-
-
-def _remove(path: Path) -> None:
-    """Takes the folder's name away first, so that half of it is never seen."""
-    hidden = path.with_name(f".{path.name}.gone")
-    _discard(hidden)
-    path.rename(hidden)
-    _discard(hidden)
 
 
 def _discard(path: Path) -> None:
