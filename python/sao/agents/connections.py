@@ -11,8 +11,7 @@ import logging
 import math
 import resource
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -93,16 +92,8 @@ class Connection(web.RequestHandler):
         self._shared.lingering -= self._refused
         super().connection_lost(error)
 
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """While a request is answered: its head has arrived."""
-        self._answer(True)
-        try:
-            yield
-        finally:
-            self._answer(False)
-
-    def _answer(self, busy: bool) -> None:
+    def answering(self, busy: bool) -> None:
+        """A request has arrived, or has been answered."""
         self._begun, self._busy = False, busy
         if not self._refused:
             self._stop()

@@ -6,7 +6,7 @@
     POST /v1/sessions/reward {"reward": 1.0}   key: the session's reward key
     POST /v1/sessions/close {"failure": "..."} key: the session's reward key; ends a session that was opened here
 
-Keys are bearer tokens and compared in constant time. The server listens on loopback unless it is configured otherwise.
+Keys are bearer tokens. The server listens on loopback unless it is configured otherwise.
 """
 
 from __future__ import annotations
@@ -204,11 +204,14 @@ async def _answer(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     """Every refusal in OpenAI's form."""
-    with cast(Connection, request.protocol).answering():
-        try:
-            return await handler(request)
-        except ApiError as error:
-            refused = error
-        except web.HTTPException as error:
-            refused = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
-        return web.json_response(agent_calls.error_body(refused), status=refused.status)
+    connection = cast(Connection, request.protocol)
+    connection.answering(True)
+    try:
+        return await handler(request)
+    except ApiError as error:
+        refused = error
+    except web.HTTPException as error:
+        refused = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
+    finally:
+        connection.answering(False)
+    return web.json_response(agent_calls.error_body(refused), status=refused.status)

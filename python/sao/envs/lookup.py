@@ -93,19 +93,14 @@ class Lookup(SingleTask[LookupTask]):
         match text.split():
             case ["say", number] if number in NUMBERS:
                 return self._end(1.0 if self._fetched and f"say {number}" == task.answer else 0.0)
-            case ["get", row, column] if row in LETTERS and column in LETTERS:
-                observation = self._fetch(task, f"{row} {column}")
+            case ["get", row, column] if f"{row} {column}" == task.key:
+                self._fetched, observation = True, task.observation
+            case ["get", row, column] if row in LETTERS and column in LETTERS:  # it must not reveal the right value
+                rows = _rows(self._rng, self._distractors + 1, f"{row} {column}", never=task.key)
+                self._rng.shuffle(rows)
+                observation = _show(rows)
             case _:
                 observation = "error"
         if self._turn >= self._turns:
             return self._end(0.0)
         return StepResult((Message("tool", observation),), None, False)
-
-    def _fetch(self, task: LookupTask, key: str) -> str:
-        if key == task.key:
-            self._fetched = True
-            return task.observation
-        # A wrong key must not reveal the right one's value.
-        rows = _rows(self._rng, self._distractors + 1, key, never=task.key)
-        self._rng.shuffle(rows)
-        return _show(rows)
