@@ -3,8 +3,6 @@
 The native core raises these same classes (see `rust/python/src/error.rs`).
 """
 
-from __future__ import annotations
-
 
 class Error(Exception):
     """Base of every exception that `sao` raises on purpose."""

@@ -5,8 +5,6 @@ the native core, the same ones when an object is built and when bytes from outsi
 `docs/reference/wire.md` describes the bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

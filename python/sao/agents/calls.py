@@ -4,8 +4,6 @@ A field that would change what is sampled is refused unless it has the value tha
 ignored but what has no influence on the answer (`IGNORED`).
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Episodes that agents play: from a task to a trajectory, with the generator's endpoint between agent and engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

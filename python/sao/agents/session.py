@@ -9,8 +9,6 @@ Counted for the metadata: `agent_drift`, calls whose conversation, encoded as a 
 those that the policy sampled and saw; `agent_rewritten`, calls with an assistant turn that was not sampled here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time

@@ -23,8 +23,6 @@ Turn rewards are added at their own action tokens and act like any reward from t
 `paper` (sharing its factor) and `none`, along the chain for `chained`.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any, Literal, TypeVar
 

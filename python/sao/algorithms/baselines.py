@@ -1,7 +1,5 @@
 """Baselines without a critic: a group of rollouts of one task, and running means of rewards."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

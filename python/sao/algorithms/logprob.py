@@ -8,8 +8,6 @@ Temperature acts on the logits before the softmax: logits [2, 1, 0, -1] at T = 2
 a token and dropped; the backward pass computes them again. It costs one more product with the head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

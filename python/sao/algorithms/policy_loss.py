@@ -17,8 +17,6 @@ The ratio is r_t = exp(log pi_theta(a_t | s_t) - log pi_rollout(a_t | s_t)). The
     r = 8,   A = -1     ppo -8      dis 0     tis -2
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

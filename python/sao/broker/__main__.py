@@ -1,7 +1,5 @@
 """`python -m sao.broker --run-folder DIR --endpoint E`: the broker of one run. Logs to the standard error output."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import signal

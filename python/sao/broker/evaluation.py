@@ -1,7 +1,5 @@
 """Held-out evaluation rounds: the same seeds each round, apart from training data, ledger and buffer."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any, Final

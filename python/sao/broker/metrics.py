@@ -1,7 +1,5 @@
 """What the broker measures from step to step, and the alarm of the log-prob gap."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Mapping
 from itertools import pairwise

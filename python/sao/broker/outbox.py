@@ -1,7 +1,5 @@
 """The outbox of the broker: where its decisions leave as messages."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ transaction, `commit`: a broker that was killed is found as it was after a turn,
 as long as the ledger's task needs them; nobody has to delete any.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any, Final
@@ -44,7 +42,7 @@ class Persistence:
     @classmethod
     def open(
         cls, config: Config, run_folder: Path, resume_step: int | None = None, line: int | None = None
-    ) -> Persistence:
+    ) -> "Persistence":
         """The journal of the run in this folder, and what is found in it.
 
         `resume_step`: the learner has lost later steps, which are taken back, unless a broker before this one has done

@@ -1,7 +1,5 @@
 """The report of the broker: the metrics of a step, a snapshot, and everything that the run waits for. It only reads."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The run: how far it is, whether its learner has continued, and how it ends."""
 
-from __future__ import annotations
-
 import msgspec
 
 from sao.transport.messages import Done, StepReport

@@ -1,7 +1,5 @@
 """The scheduler of the broker: which generators there are, how much may be started, and who gets which task."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """The ready store of the broker: finished trajectories until they are trained."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from typing import Any

@@ -9,8 +9,6 @@ k * size ... (k + 1) * size - 1 are group k, for estimators that compare rollout
 is a group.
 """
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 import re

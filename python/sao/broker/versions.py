@@ -1,7 +1,5 @@
 """The policy versions of the run: the clock, the newest weights, and what may be trained at this version."""
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 import msgspec

@@ -7,8 +7,6 @@ one that is dropped without either is given back. Waiting calls park, keep their
 resort against waiting too long is the deadline that each takes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -177,7 +175,7 @@ class TrajectoryBuffer:
     def __len__(self) -> int:
         return len(self._core)
 
-    def __enter__(self) -> TrajectoryBuffer:
+    def __enter__(self) -> "TrajectoryBuffer":
         return self
 
     def __exit__(

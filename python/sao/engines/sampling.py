@@ -5,8 +5,6 @@ seed and the token's place in the completion. So a request draws the same number
 tokens are the same up to the rounding of the logits, which does depend on the shape of the batch.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Seeds of random streams, derived from names; without torch."""
 
-from __future__ import annotations
-
 import hashlib
 
 

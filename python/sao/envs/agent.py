@@ -1,7 +1,5 @@
 """`agent`: episodes that a program of others plays, by calling the generator's endpoint (`sao.agents.server`)."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

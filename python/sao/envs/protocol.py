@@ -5,8 +5,6 @@ out of training and counted under its reason. The grader sees the policy's text 
 can set a reward.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

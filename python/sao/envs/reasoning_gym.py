@@ -4,8 +4,6 @@ The policy is asked a question and to put its answer between tags; the content o
 `turns` above 1 a reply that is not fully right gets feedback, and the policy may try again; the last reply counts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import difflib

@@ -9,8 +9,6 @@ ever asked for; only the reward tells which. A turn other than `next` before the
 0, so nothing can be carried along in turns.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import NamedTuple

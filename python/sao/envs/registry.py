@@ -3,8 +3,6 @@
 A module named by path is looked for among the installed ones and in the current folder.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import inspect

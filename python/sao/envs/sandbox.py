@@ -9,8 +9,6 @@ CPU time, address space (of a process), file size and number of processes are li
 kill of the whole tree. Run as root, scripts get a user of their own: root is exempt from the limit of processes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -13,8 +13,6 @@ Failures: "sandbox_error" (a sandbox did not come up, or the repository could no
 not be ended). A script that takes too long is no failure: it is killed, and the policy is told so.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The tasks of `workspace`: a small package whose modules disagree with the rules in its documentation."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

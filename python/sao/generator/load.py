@@ -7,8 +7,6 @@ episodes have ended; a report without a sign, with the limit in use, raises it b
 nothing changes. An engine that reports no KV cache is never held back.
 """
 
-from __future__ import annotations
-
 from sao.engines.base import EngineStats
 
 FULL, ROOM = 0.95, 0.85  # shares of the KV cache

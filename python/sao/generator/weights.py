@@ -1,7 +1,5 @@
 """The weights of a generator's engine: the newest version that was announced, taken over again and again."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import shutil
@@ -25,7 +23,7 @@ class WeightsFollower:
     arrivals: brings weights of other hosts here; None: all are on this host.
     """
 
-    def __init__(self, engine: Engine, patience_s: float, arrivals: Arrivals | None = None) -> None:
+    def __init__(self, engine: Engine, patience_s: float, arrivals: "Arrivals | None" = None) -> None:
         self._engine, self._patience_s, self._arrivals = engine, patience_s, arrivals
         self._wanted: WeightsRef | None = None
         self._newer = asyncio.Event()

@@ -1,7 +1,5 @@
 """`python -m sao.learner`: one rank of the learner, started by the supervisor or by torchrun."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

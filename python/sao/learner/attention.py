@@ -9,8 +9,6 @@
 Whatever is chosen, `model.check_packing` probes it with the real weights on the real device before training starts.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +30,7 @@ def available(device: torch.device) -> list[str]:
     return [*flash, FLEX, SDPA]
 
 
-def choose(config: Config, device: torch.device) -> str:
+def choose(config: "Config", device: torch.device) -> str:
     """`model.attention` for this device; for `auto` the best that is available and fits the other settings.
 
     Raises `ConfigError` for one that is not available.

@@ -9,8 +9,6 @@ at k - 1, and its value is the critic's output at k - 1: the state before the to
 a segment never begins with a sampled token.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass

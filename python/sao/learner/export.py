@@ -1,7 +1,5 @@
 """Whole (unsharded) parameters out of the learner: for the generators, and as a Hugging Face folder."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -4,8 +4,6 @@ Rank 0 talks to the broker; the other ranks get its frames and make the same cal
 no rank waits for another longer than a round, however long the broker needs for a batch.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from concurrent.futures import wait

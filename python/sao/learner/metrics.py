@@ -2,8 +2,6 @@
 micro-batches and ranks, and divided once. `docs/reference/metrics.md` says what each name means.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

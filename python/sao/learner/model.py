@@ -4,8 +4,6 @@ Both read packed rows through an explicit attention mask and compute their head 
 Dropout is off: what is scored must be what was sampled. A model that cannot keep packed segments apart is refused.
 """
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path

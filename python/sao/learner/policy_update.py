@@ -1,7 +1,5 @@
 """The policy's part of a step: one update (several for PPO) on the sum of token losses, divided once."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np

@@ -4,8 +4,6 @@ A step is a function of the learner's state, the batch as it came, and the confi
 last two. The same function must give the same bits: losses, all other metrics, the arrays of the step, the weights.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Under torchrun there is a process group, also with one rank; without it (`World.
 identity, so that a learner can be used in a plain process.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,12 +31,12 @@ class World:
     mesh: DeviceMesh | None = None
 
     @classmethod
-    def alone(cls, device: str = "cpu") -> World:
+    def alone(cls, device: str = "cpu") -> "World":
         """A world of one process without a process group."""
         return cls(0, 1, torch.device(device))
 
     @classmethod
-    def join(cls, store: Path | None = None, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
+    def join(cls, store: Path | None = None, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> "World":
         """Joins the process group that the environment describes (the variables of torchrun).
 
         NCCL if there are GPUs, gloo otherwise. Ranks meet at the file `store`, or at MASTER_ADDR:MASTER_PORT without

@@ -7,8 +7,6 @@ whatever follows, and if an assistant turn ends in a special token, at which eve
 at the start; a template that fails, such as one that drops earlier reasoning, is refused with the reason.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -95,7 +93,7 @@ class Renderer:
         """Whether an assistant turn begins inside `<think>`, opened by the template."""
         return self._head.rfind("<think>") > self._head.rfind("</think>")
 
-    def same_tokens(self, other: Renderer) -> bool:
+    def same_tokens(self, other: "Renderer") -> bool:
         """Whether both tokenizers give every token the same id."""
         return bool(self._tokenizer.get_vocab() == other._tokenizer.get_vocab())
 

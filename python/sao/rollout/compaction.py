@@ -9,8 +9,6 @@ The environment goes on as it is. Both texts are files: `prompts/*.txt`, or the 
 does not fit is in `docs/explanation/compaction.md`; nothing that was sampled is lost or recorded twice.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -39,7 +37,7 @@ class Template(NamedTuple):
     text: str
 
     @classmethod
-    def load(cls, shipped: str, file: str | None, field_name: str) -> Template:
+    def load(cls, shipped: str, file: str | None, field_name: str) -> "Template":
         """The shipped one, or a file's; a file's name carries a digest. Raises `ConfigError`."""
         if file is None:
             return cls(shipped, (resources.files("sao.rollout") / "prompts" / f"{shipped}.txt").read_text().strip())

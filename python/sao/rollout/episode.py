@@ -11,8 +11,6 @@ A turn that was cut by the response limit goes to the environment like any other
 the turn is then added as context, since the policy did not sample it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

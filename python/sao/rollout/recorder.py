@@ -3,8 +3,6 @@
 A completion is checked and written into a segment once, behind the very prompt it was sampled from.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A renderer without a tokenizer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ answers, checks that it observes the same, and samples on: tokens, log-probs and
 Everything the policy is asked passes here in order, so a rollout with compactions is replayed like any other.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

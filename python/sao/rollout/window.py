@@ -1,7 +1,5 @@
 """The context window: the token ids that the policy sees now, and the steps that they are made of."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

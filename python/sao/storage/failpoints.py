@@ -5,8 +5,6 @@ that comes to it for the third time; `SAO_FAIL_AT` raises `OSError` (no space le
 inherited by all processes of a run; the name of a failpoint belongs to one role, so that the right one is hit.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

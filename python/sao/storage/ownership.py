@@ -3,8 +3,6 @@
 An owner is a process: its number and its start time, since numbers come again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

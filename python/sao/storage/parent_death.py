@@ -4,8 +4,6 @@ Run as a script, `parent_death.py PARENT_PID SIGNAL COMMAND...` arms the kernel'
 `exec`, and becomes the command (Linux). The script imports nothing of the package and costs some milliseconds.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import select

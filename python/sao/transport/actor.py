@@ -4,8 +4,6 @@ Single-threaded. The loop sleeps in the poller until a message, a call from outs
 and never blocks on a peer. On the wire a message arrives at least once, at a handler exactly once (see `link`).
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import logging

@@ -6,8 +6,6 @@ may join in that role; a key of any other name joins as the generator of that na
 `broker` and `learner`, and its own secret; the broker needs all public keys.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

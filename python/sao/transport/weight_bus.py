@@ -5,8 +5,6 @@ file gets its name only when it is whole and has the fingerprint that the broker
 fails on the way, the version before it stays. Why the learner serves: `docs/decisions/weights-between-hosts.md`.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -4,8 +4,6 @@ A version becomes visible by one atomic rename, after all of it is on disk; a re
 the fingerprint in the reference it was sent, so a torn, truncated or swapped file is an error and never a policy.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ An adapter is a folder in PEFT's layout: `adapter_config.json` and `adapter_mode
 folder; its fingerprint is that of the tensors in the file.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
