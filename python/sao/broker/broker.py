@@ -48,9 +48,8 @@ class Broker:
         note, resumed = persistence.note, persistence.resumed
         self.run = msgspec.convert(note["run"], Run) if note else Run(resumed or 0, resumed is not None)
         self.book = TaskBook(persistence, config.algorithm.group_size)
-        self.store = ReadyStore(
-            config.buffer.max_trajectories, config.buffer.max_bytes, 9 * config.sampling.context_tokens + 4096
-        )
+        limits, expected_bytes = config.buffer, 9 * config.sampling.context_tokens + 4096
+        self.store = ReadyStore(limits.max_trajectories, limits.max_bytes, expected_bytes)
         self.versions = Versions(config.staleness)
         self.evaluation = Evaluation(config)
         self.meter = StepMeter(now, self.book.ledger.tokens()["sampled"])
@@ -165,6 +164,7 @@ class Broker:
 
     def take(self, key: Hashable, n: int, now: float) -> None:
         """Asks for `n` trajectories; answered through the outbox as soon as there are. Raises `ValidationError`."""
+        failpoint("broker.take")
         self.leases.ask(key, n, now)
         if not self.run.ending:
             self._give_back(self.leases.of(None, key))  # the answer was lost with a broker or a connection
@@ -227,24 +227,22 @@ class Broker:
     def tick(self, now: float) -> None:
         """Deadlines and stalls; to be called about once a second."""
         for task in self.scheduler.overdue(now):
-            if task.ordinal in self.book.running:  # else its group has ended in this very loop
-                self._overdue(task, now)
+            if task.ordinal not in self.book.running:
+                continue  # its group has ended in this very loop
+            age = f"{now - task.started:.1f} s old, the limit is {self.config.transport.rollout_timeout_s:g} s"
+            what = f"task {task.ordinal} attempt {task.attempt} on {task.generator}"
+            self.outbox.event("warning", f"stall: {what} is {age}; {'given up' if task.timed_out else 'started again'}")
+            self.scheduler.cancel(task.generator, task.ordinal, task.attempt)
+            if task.timed_out:
+                self._drop(task, "deadline")
+            else:
+                task.timed_out = True
+                self._again(task, "deadline")
         if self.leases.back_by is not None and now > self.leases.back_by:
             self.learner_left("did not come back", now)
         if self.leases.starving(now):
             self.outbox.event("warning", f"stall: {'; '.join(self.report.waits(now)[:STALLS_SHOWN])}")
         self.progress(now)
-
-    def _overdue(self, task: TrainingTask, now: float) -> None:
-        age = f"{now - task.started:.1f} s old, the limit is {self.config.transport.rollout_timeout_s:g} s"
-        what = f"task {task.ordinal} attempt {task.attempt} on {task.generator}"
-        self.outbox.event("warning", f"stall: {what} is {age}; {'given up' if task.timed_out else 'started again'}")
-        self.scheduler.cancel(task.generator, task.ordinal, task.attempt)
-        if task.timed_out:
-            self._drop(task, "deadline")
-        else:
-            task.timed_out = True
-            self._again(task, "deadline")
 
     def _lost(self, tasks: Iterable[TrainingTask]) -> None:
         """Tasks whose generator is gone go on elsewhere, after the turns that are kept of them."""

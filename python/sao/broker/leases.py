@@ -15,6 +15,7 @@ from sao.broker.tasks import TaskBook
 from sao.broker.versions import Versions
 from sao.config import Config
 from sao.errors import TransportError, ValidationError
+from sao.storage.failpoints import failpoint
 from sao.transport.messages import Batch, Stop
 
 STARVING_S: Final = 60.0
@@ -161,4 +162,5 @@ class LeaseTable:
             ages_s=tuple(now - task.finished for task in tasks),
             frames=tuple(memoryview(part) for copy in copies for part in (copy.header, copy.payload, *copy.sidecars)),
         )
+        failpoint("broker.leased")
         self.outbox.answer(take.key, batch)

@@ -15,7 +15,6 @@ from sao.broker.outbox import Outbox
 from sao.broker.persistence import Persistence
 from sao.config import Config
 from sao.errors import ClosedError, LedgerError, TransportError, WireError
-from sao.storage.failpoints import failpoint
 from sao.transport import messages as m
 from sao.transport.actor import LATER, Actor
 from sao.transport.keys import server_keys
@@ -43,12 +42,7 @@ class Server:
     """
 
     def __init__(
-        self,
-        config: Config,
-        run_folder: Path,
-        endpoint: str,
-        resume_step: int | None = None,
-        line: int | None = None,
+        self, config: Config, run_folder: Path, endpoint: str, resume_step: int | None = None, line: int | None = None
     ) -> None:
         self._config, self._line = config, line or 0
         self._early: deque[m.Message] = deque(maxlen=EARLY_MESSAGES)
@@ -67,7 +61,7 @@ class Server:
             opened.callback(self.actor.close, 0)
             self._mailbox = self.actor.mailbox
             self.persistence = opened.enter_context(closing(Persistence.open(config, run_folder, resume_step, line)))
-            outbox = Outbox(self._push, self._answer_take)
+            outbox = Outbox(self._push, self._mailbox.reply)
             self.broker = Broker(config, self.persistence, outbox, time.monotonic())
             opened.pop_all()
         self._register()
@@ -92,7 +86,7 @@ class Server:
         if self._endings > 1:
             self.actor.stop()
         else:
-            self.actor.call(lambda: self._end(reason))
+            self.actor.call(lambda: self.broker.finish(reason, ok=False))
 
     # -- messages in
 
@@ -129,7 +123,6 @@ class Server:
         self.actor.on(kind, handle, role)
 
     def _take(self, request: Request[m.Take]) -> m.Message:
-        failpoint("broker.take")
         self.broker.take(request.key, request.message.n, time.monotonic())
         return LATER
 
@@ -196,11 +189,6 @@ class Server:
             self._mailbox.push(peer, message)
         except WireError as error:  # what a peer gave us to pass on is too large: that must not undo a commit
             log.error("%s to %s not sent: %s", message.kind, peer.name, error)
-
-    def _answer_take(self, key: tuple[bytes, int], message: m.Message) -> None:
-        if isinstance(message, m.Batch):
-            failpoint("broker.leased")
-        self._mailbox.reply(key, message)
 
     # -- peers
 
@@ -280,10 +268,6 @@ class Server:
             return False
         no_supervisor = self._supervised and not self._of("supervisor")
         return no_supervisor or leases.back_by is not None or not scheduler.missing <= scheduler.generators.keys()
-
-    def _end(self, reason: str) -> None:
-        self.broker.finish(reason, ok=False)
-        self._tick()
 
     def _crash(self, error: Exception) -> None:
         log.exception("broker failed")
