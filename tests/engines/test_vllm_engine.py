@@ -25,7 +25,6 @@ from tiny_model import make_folder, make_model
 
 from sao.engines.base import Completion, Request
 from sao.engines.vllm.engine import VllmEngine
-from sao.engines.vllm.process import FOLDER_PREFIX
 from sao.errors import ClosedError, EngineError, WeightsError
 from sao.transport.weights import WeightsRef, fingerprint, publish
 
@@ -418,7 +417,7 @@ def test_nothing_outlives_a_generator_that_is_killed(tmp_path: Path) -> None:
             assert process.stdout is not None
             line = next(line for line in process.stdout if line.startswith("ready"))
             private = Path(line.split()[1])
-            assert private.exists() and private.name.startswith(FOLDER_PREFIX)
+            assert private.exists() and private.name.startswith("sao-vllm-")
             started = psutil.Process(process.pid).children(recursive=True)
             shared = shared_memory(started)
             assert started

@@ -108,9 +108,7 @@ class Decoder:
         self._length = np.zeros(slots, np.int64)  # ids held
         self._cached = np.zeros(slots, np.int64)  # of them with valid keys and values
         self._start = np.zeros(slots, np.int64)  # where the completion begins
-        self._limit = np.zeros(slots, np.int64)  # length at which sampling ends
         self._seeds = np.zeros(slots, np.int64)
-        self._temperature = np.ones(slots, np.float32)
 
     @property
     def busy(self) -> bool:
@@ -186,10 +184,8 @@ class Decoder:
         self._cached[slot] = same.size if agrees.all() else int(np.argmin(agrees))
         self._tokens[slot, : prompt.size] = prompt
         self._length[slot] = self._start[slot] = prompt.size
-        self._limit[slot] = prompt.size + request.max_new_tokens
         own = derive_seed(self._seed, self._admitted) if request.seed is None else request.seed
         self._seeds[slot] = own & (2**63 - 1)
-        self._temperature[slot] = request.temperature
         self.running[slot] = request
         self._admitted += 1
         return True
@@ -214,26 +210,24 @@ class Decoder:
             rows, logits = rows[whole], logits[torch.from_numpy(whole)]
             if not rows.size:
                 return
-        length = self._length[rows]
-        draws = uniforms(self._seeds[rows], length - self._start[rows])
-        tokens, logprobs = sample(logits, self._temperature[rows], draws)
+        requests = [self.running[slot] for slot in rows.tolist()]
+        length, temperatures = self._length[rows], np.array([one.temperature for one in requests], np.float32)
+        before = length - self._start[rows]
+        tokens, logprobs = sample(logits, temperatures, uniforms(self._seeds[rows], before))
         self._tokens[rows, length] = tokens
         self._logprobs[rows, length] = logprobs
         self._versions[rows, length] = self.version
         self._length[rows] = length + 1
         self.sampled_tokens += rows.size
-        full = length + 1 >= self._limit[rows]
-        for slot, token, logprob, last in zip(
-            rows.tolist(), tokens.tolist(), logprobs.tolist(), full.tolist(), strict=True
-        ):
-            request = self.running[slot]
+        columns = (rows.tolist(), tokens.tolist(), logprobs.tolist(), before.tolist())
+        for request, slot, token, logprob, n in zip(requests, *columns, strict=True):
             stop = token in request.stop_token_ids
             if not math.isfinite(logprob):
                 self._finish(slot, "abort")
                 self._cached[slot] = 0
                 text = f"bad_logprob: request {request.id}: log-prob {logprob} under version {self.version}"
                 self._ended.append((request, EngineError(text)))
-            elif stop or last:
+            elif stop or n + 1 >= request.max_new_tokens:
                 self._ended.append(self._finish(slot, "stop" if stop else "length"))
 
     def _forward(self, rows: np.ndarray, new: np.ndarray) -> torch.Tensor:

@@ -29,18 +29,9 @@ import numpy as np
 
 from sao.engines.base import Completion, Engine, EngineStats, Flight, Request, no_tokens
 from sao.engines.vllm.lora import adapter_request, check_adapter, engine_arguments
-from sao.engines.vllm.process import (
-    BACKEND,
-    FOLDER_PREFIX,
-    Load,
-    check_heads,
-    devices_of,
-    environment,
-    import_vllm,
-    text,
-)
+from sao.engines.vllm.process import BACKEND, Load, check_heads, devices_of, environment, import_vllm, text
 from sao.errors import ClosedError, EngineError, WeightsError
-from sao.storage.ownership import own
+from sao.storage.ownership import PREFIX, own
 from sao.transport.weights import WeightsRef
 
 CPU_ARGUMENTS = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 1 << 30}
@@ -124,7 +115,7 @@ class VllmEngine(Engine):
 
     async def _start(self) -> str:
         # Sockets, rendezvous files and caches of this engine, so that nothing is left whatever way it ends.
-        self._folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}vllm-"))
         self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         own(self._folder)  # and when this process is killed, the next run removes it
         # Imported on its own: something in it keeps the frames above it, which must not hold the engine.

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from sao.errors import EngineError
-from sao.storage.ownership import PREFIX
 
 BACKEND = "sao"  # name of our weight-transfer backend in vLLM's factory
 PARENT_VARIABLE = "SAO_VLLM_PARENT"  # process id of the generator, for vLLM's process
 FOLDER_VARIABLE = "SAO_VLLM_FOLDER"  # private folder of the engine
-FOLDER_PREFIX = f"{PREFIX}vllm-"
 
 
 def import_vllm(folder: Path, threads: int) -> str:

@@ -87,8 +87,7 @@ class FileWeightTransfer(WeightTransferEngine[Any, Any]):
 
         Raises `WeightsError` if a layer still serves other weights; the model must not be used then.
         """
-        if self._staged is None:
-            raise WeightsError("weights: finish without an update")
+        assert self._staged is not None
         ref, tensors = self._staged
         self._staged = None
         model: Any = self.model
