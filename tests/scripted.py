@@ -41,9 +41,17 @@ class ScriptedEngine(scripted.ScriptedEngine):
     """
 
     def __init__(
-        self, script: Script | None = None, *, update_delay_s: float = 0.0, record: bool = True, **more: Any
+        self,
+        script: Script | None = None,
+        *,
+        version: int = 0,
+        fingerprint: str = "0" * 32,
+        update_delay_s: float = 0.0,
+        record: bool = True,
+        **more: Any,
     ) -> None:
         super().__init__(**more)
+        self.version, self._fingerprints = version, {version: fingerprint}
         self.script = script
         self.weights_error: Exception | None = None
         self.requests: list[Request] = []

@@ -68,7 +68,7 @@ class Completion:
 class EngineStats:
     """Counters since `start`, and the present load."""
 
-    busy_s: float = 0.0  # seconds of computing
+    busy_s: float = 0.0  # seconds with a request in flight
     sampled_tokens: int = 0
     running: int = 0  # requests, now
     waiting: int = 0
@@ -193,10 +193,7 @@ class Engine(ABC):
             await self._close()
 
     def stats(self) -> EngineStats:
-        """Counters; cheap, from any thread. busy_s: seconds with a request in flight, unless the engine knows better.
-
-        Sampled tokens are counted when their request ends.
-        """
+        """Counters; cheap, from any thread. Tokens are counted when their request ends, if not before."""
         busy_s = self._busy_s + (time.perf_counter() - self._busy_since if self._flights else 0.0)
         return EngineStats(busy_s, self._sampled_tokens, len(self._flights))
 

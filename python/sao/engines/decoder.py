@@ -257,13 +257,8 @@ class Decoder:
 
     def _finish(self, slot: int, reason: StopReason) -> tuple[Request, Completion]:
         part = slice(int(self._start[slot]), int(self._length[slot]))
-        completion = Completion(
-            self._tokens[slot, part].astype(np.int32),
-            self._logprobs[slot, part].copy(),
-            spans_of(self._versions[slot, part]),
-            reason,
-        )
-        return self.running.pop(slot), completion
+        ids, logprobs = self._tokens[slot, part].astype(np.int32), self._logprobs[slot, part].copy()
+        return self.running.pop(slot), Completion(ids, logprobs, spans_of(self._versions[slot, part]), reason)
 
 
 def weights_of(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

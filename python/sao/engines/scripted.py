@@ -12,10 +12,10 @@ from sao.transport.messages import WeightsRef
 class ScriptedEngine(Engine):
     """See `Engine`; works without being started. It samples random words, all equally likely, and takes any weights."""
 
-    def __init__(self, *, vocab_size: int = 48, seed: int = 0, version: int = 0, fingerprint: str = "0" * 32) -> None:
+    def __init__(self, *, vocab_size: int = 48, seed: int = 0) -> None:
         super().__init__()
         self.metadata = {"engine": "scripted", "version_source": "engine", "kv_after_update": "none"}
-        self.version, self._fingerprints, self._ready = version, {version: fingerprint}, True
+        self._fingerprints, self._ready = {0: "0" * 32}, True
         self._vocab_size, self._seed, self._number = vocab_size, seed, -1
 
     async def release(self, session: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -27,8 +27,8 @@ from sao.transport.weights import WeightsRef
 T = TypeVar("T")
 
 
-def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
-    """A causal language model from a local folder, from safetensors only.
+def load_model(path: str | Path) -> transformers.PreTrainedModel:
+    """A causal language model in float32 from a local folder, from safetensors only.
 
     Raises `EngineError` for a folder that is none, and for layers other than dense full attention (sliding windows and
     recurrent layers keep state that the slot cache does not hold).
@@ -37,7 +37,7 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> transfor
         raise EngineError(f"model.path: {path}: no config.json in this folder")
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, use_safetensors=True, attn_implementation="sdpa"
+            path, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="sdpa"
         )
     except (OSError, ValueError) as error:
         raise EngineError(f"model.path: {path}: cannot be loaded: {error}") from error
@@ -55,19 +55,10 @@ class TorchEngine(Engine):
     seed: for requests that bring none; with equal seeds and an equal order of requests the draws are equal.
     """
 
-    def __init__(
-        self,
-        model_path: str | Path,
-        *,
-        slots: int,
-        context_tokens: int,
-        seed: int,
-        dtype: Literal["float32", "bfloat16", "float64"] = "float32",
-        threads: int = 1,
-    ) -> None:
+    def __init__(self, model_path: str | Path, *, slots: int, context_tokens: int, seed: int, threads: int = 1) -> None:
         super().__init__(context_tokens)
         self.metadata = {"engine": "torch", "version_source": "engine", "kv_after_update": "recompute"}
-        self._path, self._slots, self._seed, self._dtype = model_path, slots, seed, getattr(torch, dtype)
+        self._path, self._slots, self._seed = model_path, slots, seed
         self._decoder: Decoder | None = None
         self._stepping = False  # a step is among the thread's calls
         self._thread = ThreadPoolExecutor(1, "torch-engine", torch.set_num_threads, (threads,))
@@ -145,7 +136,7 @@ class TorchEngine(Engine):
             raise error from fault
 
     def _load(self) -> tuple[Decoder, str]:
-        model = load_model(self._path, self._dtype).requires_grad_(False)
+        model = load_model(self._path).requires_grad_(False)
         return Decoder(model, self._slots, self._context, self._seed), weights.fingerprint(weights_of(model)[0])
 
     def _add(self, decoder: Decoder, request: Request) -> None:

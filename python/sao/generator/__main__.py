@@ -51,15 +51,9 @@ def main() -> int:
         # Not `asyncio.run`: its end waits for whatever ignores being cancelled. The process ends right after.
         asyncio.new_event_loop().run_until_complete(_run(arguments))
         return DONE
-    except ConfigError as error:
-        log.error("%s", error)
-        return BAD_CONFIG
-    except Error as error:
-        log.error("%s: %s", type(error).__name__, error)
-        return FAILED
-    except Exception:
-        log.exception("failed")
-        return FAILED
+    except Exception as error:
+        log.error("%s: %s", type(error).__name__, error, exc_info=not isinstance(error, Error))
+        return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
 
 
 if __name__ == "__main__":

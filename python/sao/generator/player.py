@@ -102,10 +102,7 @@ class Player:
 
 
 def make_player(config: Config, sampling_seed: int, name: str, index: int = 0) -> Player:
-    """The player that the configuration names; `index`: number of this generator on its host.
-
-    Raises `ConfigError` and `EngineError`.
-    """
+    """The player that the configuration names. Raises `ConfigError` and `EngineError`."""
     registry.factory(config.env.name)  # a wrong name is found before anything slow is imported
     renderer = (ScriptedRenderer if config.generator.engine == "scripted" else Renderer)(config.model.path)
     engine = make_engine(config, config.model.path, renderer, sampling_seed, index)
@@ -114,7 +111,7 @@ def make_player(config: Config, sampling_seed: int, name: str, index: int = 0) -
 
 
 def make_engine(config: Config, path: str, renderer: Renderer, seed: int, index: int = 0) -> Engine:
-    """The engine that `generator.engine` names for the model in `path`, not yet started."""
+    """The engine that `generator.engine` names for the model in `path`; `index`: of this generator on its host."""
     generator = config.generator
     shared: dict[str, Any] = {
         "context_tokens": config.sampling.context_tokens,

@@ -44,8 +44,6 @@ class Generator:
     """Plays tasks for the broker until it is stopped.
 
     player: not yet started. connect: makes the connection to the broker, given its `calls`.
-    The player's seed comes from `derive_seed(run seed, name, incarnation)`: restarted and parallel generators never
-    repeat one another's draws.
     """
 
     def __init__(self, player: Player, connect: Callable[..., Client], arrivals: Arrivals | None = None) -> None:
@@ -91,7 +89,7 @@ class Generator:
         await asyncio.gather(self._weights.follow(self._send_loaded), self._report())
 
     def stop(self, reason: str, error: Exception | None = None) -> None:
-        """Ends `run`, with an error if there is one; safe to call again."""
+        """Ends `run`, with an error if there is one; what comes later changes nothing."""
         if not self._stopped.is_set():
             log.info("stopping: %s", reason)
             self._fault = error
@@ -231,8 +229,8 @@ class Generator:
     def _joined(self, welcome: m.Welcome) -> None:
         """Also when the broker was started again, or had given this generator up: episodes go on, it counts anew."""
         self._received = 0
-        if welcome.version < self.engine.version:
-            had, now = self.engine.version, welcome.version
+        had, now = self.engine.version, welcome.version
+        if now < had:
             self._fail(WeightsError(f"weights of version {had} were taken back: the run goes on after version {now}"))
             return
         if welcome.weights is not None:
@@ -268,7 +266,7 @@ class Generator:
             self._send(m.Slots(max(0, self._load.limit - len(self._episodes)), self._received))
 
     def _send(self, message: m.Message) -> None:
-        """Sends without waiting; that the broker is lost comes by `on_lost`. While it is away no statistics pile up."""
+        """Sends without waiting. While the broker is away no statistics pile up."""
         try:
             if self._client is not None and (not isinstance(message, m.Stats) or self._client.pending < _BACKLOG):
                 self._client.call(message)
@@ -315,7 +313,8 @@ def make_generator(
     weights_folder: its own, for weights from other hosts. index: number of this generator on its host. Raises
     `ConfigError` and `EngineError`.
     """
-    player = make_player(config, derive_seed(config.run.seed, name, incarnation), name, index)
+    seed = derive_seed(config.run.seed, name, incarnation)  # no generator, started again or not, repeats draws
+    player = make_player(config, seed, name, index)
     limits, keys = Limits.of(config.transport), client_keys(config.transport.keys, endpoint, "generator", name)
     connect = partial(Client, endpoint, role="generator", name=name, incarnation=incarnation, limits=limits, keys=keys)
     arrivals = None if weights_folder is None else Arrivals(config, weights_folder, endpoint, name, incarnation)

@@ -7,9 +7,8 @@ nothing; a failure after the load began makes the engine unusable: it never serv
 namespaced by version. What becomes of the keys of requests in flight, `kv_after_update`, is told in
 `docs/explanation/vllm.md`.
 
-On a CPU the engine sets `CPU_ARGUMENTS` (eager mode starts in seconds) and vLLM's single-process executor (the default
-is one more process and a spinning shared-memory queue, slower and with files left in /dev/shm). On a GPU vLLM's
-defaults hold; `vllm_args` sets the rest.
+On a CPU the engine sets `CPU_ARGUMENTS` (eager mode starts in seconds) and vLLM's single-process executor: the default
+is one more process and a spinning shared-memory queue, slower, and leaves files. On a GPU vLLM's defaults hold.
 """
 
 from __future__ import annotations
@@ -80,8 +79,7 @@ class VllmEngine(Engine):
     ) -> None:
         if not (Path(model_path) / "config.json").is_file():
             raise EngineError(f"model.path: {model_path}: no config.json in this folder")
-        owned = sorted(set(vllm_args or {}) & _OWNED)
-        if owned:
+        if owned := sorted(set(vllm_args or {}) & _OWNED):
             raise EngineError(f"generator.vllm_args: {', '.join(owned)}: set by the engine, not to be given")
         super().__init__(context_tokens)
         self._path, self._dtype, self._seed = Path(model_path).resolve(), dtype, seed
@@ -211,9 +209,8 @@ class VllmEngine(Engine):
             raise EngineError("engine vllm: its process has died")
 
     async def _submit(self, request: Request) -> Any:
-        from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         params = SamplingParams(
             temperature=request.temperature,

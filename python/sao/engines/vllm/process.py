@@ -104,14 +104,11 @@ def environment(folder: Path, threads: int, devices: str | None = None) -> Itera
 
 @dataclass(slots=True)
 class Load:
-    """The load by vLLM's scheduler, step by step; to vLLM it is a stat logger.
+    """The load by vLLM's scheduler, step by step; to vLLM it is a stat logger."""
 
-    kv_use: share of the KV cache in use, 0 to 1; waiting: requests; preempted: times a request lost its keys.
-    """
-
-    kv_use: float = 0.0
-    waiting: int = 0
-    preempted: int = 0
+    kv_use: float = 0.0  # share of the KV cache in use, 0 to 1
+    waiting: int = 0  # requests
+    preempted: int = 0  # times a request lost its keys
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, **_: Any) -> None:
         """Called by vLLM at every step; either may be None."""
