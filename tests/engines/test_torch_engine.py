@@ -14,7 +14,7 @@ from tiny_model import make_folder, make_model
 from sao.engines import decoder
 from sao.engines.base import Completion, Request
 from sao.engines.torch_engine import TorchEngine, load_model
-from sao.errors import ClosedError, EngineError, WeightsError
+from sao.errors import ClosedError, ConfigError, EngineError, WeightsError
 from sao.rollout.recorder import check_completion
 from sao.transport.weights import WeightsRef, publish
 
@@ -445,5 +445,5 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
     async def main() -> None:
         await TorchEngine(tmp_path / "none", slots=1, context_tokens=8, seed=0).start()
 
-    with pytest.raises(EngineError, match=r"none: no config\.json"):
+    with pytest.raises(ConfigError, match=r"none has no config\.json"):
         asyncio.run(main())

@@ -2,10 +2,14 @@
 
 import importlib.util
 import json
+import shutil
 import socket
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_model import make_folder
 
 from sao import config
 from sao.errors import ConfigError
@@ -63,7 +67,7 @@ def test_a_critic_needs_no_tokenizer(run_file, model_folder):
     critic = model_folder.parent / "critic"
     critic.mkdir()
     (critic / "config.json").write_text("{}")
-    (critic / "model.safetensors").write_bytes(b"")
+    shutil.copy(model_folder / "model.safetensors", critic)
     assert preflight.check(config.load(run_file, [f"learner.critic_path='{critic}'"])) == []
 
 
@@ -135,3 +139,24 @@ def test_an_agent_needs_its_package_and_keeps_its_own_context(run_file, monkeypa
     text = "\n".join(faults(run_file, *agent, *limits))
     assert "agents need pip install 'sao[agents]'" in text
     assert "compaction.enabled: 'agent' is an agent, which keeps its own context" in text
+
+
+def test_a_context_beyond_rotary_positions_is_a_warning_and_beyond_learned_ones_a_fault(run_file, model_folder):
+    (model_folder / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 512}}))
+    (warning,) = preflight.check(config.load(run_file, ["sampling.context_tokens=1024", "learner.row_tokens=1024"]))
+    assert "sampling.context_tokens: 1024 is beyond the 512 positions of" in warning
+    save_file({"transformer.wpe.weight": torch.zeros(512, 8)}, model_folder / "model.safetensors")
+    (found,) = faults(run_file, "sampling.context_tokens=1024", "learner.row_tokens=1024")
+    assert found.endswith("at most 512 can be computed")
+
+
+def test_a_dry_run_compares_all_tensors_with_the_architecture(run_file, tmp_path):
+    whole = make_folder(tmp_path / "whole")
+    loaded = config.load(run_file, [f"model.path='{whole}'", "sampling.context_tokens=512"])
+    assert preflight.check(loaded, thorough=True) == []
+    tensors = load_file(whole / "model.safetensors")
+    lost = tensors.popitem()[0]
+    save_file(tensors, whole / "model.safetensors", metadata={"format": "pt"})
+    preflight.check(loaded)
+    with pytest.raises(ConfigError, match=rf"model\.path: .* {lost}"):
+        preflight.check(loaded, thorough=True)

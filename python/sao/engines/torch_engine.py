@@ -21,6 +21,7 @@ import transformers
 from sao.engines.base import Completion, Engine, EngineStats, Flight, Request
 from sao.engines.decoder import Decoder, Ended, weights_of
 from sao.errors import ClosedError, EngineError, Error
+from sao.storage import model_folder
 from sao.transport import weights
 from sao.transport.weights import WeightsRef
 
@@ -30,17 +31,10 @@ T = TypeVar("T")
 def load_model(path: str | Path) -> transformers.PreTrainedModel:
     """A causal language model in float32 from a local folder, from safetensors only.
 
-    Raises `EngineError` for a folder that is none, and for layers other than dense full attention (sliding windows and
-    recurrent layers keep state that the slot cache does not hold).
+    Raises `ConfigError` for a folder that is none, `EngineError` for layers other than dense full attention (sliding
+    windows and recurrent layers keep state that the slot cache does not hold).
     """
-    if not (Path(path) / "config.json").is_file():
-        raise EngineError(f"model.path: {path}: no config.json in this folder")
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="sdpa"
-        )
-    except (OSError, ValueError) as error:
-        raise EngineError(f"model.path: {path}: cannot be loaded: {error}") from error
+    model = model_folder.load(path, dtype=torch.float32, attn_implementation="sdpa")
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise EngineError(f"model.path: {path}: layer types {sorted(kinds)}; the torch engine has full_attention only")

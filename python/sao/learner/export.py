@@ -10,15 +10,17 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig
 
 from sao.config import Config
 from sao.learner.model import CRITIC_FILE, DTYPES, Critic
 from sao.learner.world import World
 
-# What a tokenizer consists of, by the names that model folders use; weights and config are written anew.
-_TOKENIZER_FILES = (
+# Tokenizer and sampling defaults, by the names that model folders use; weights and config are written anew.
+_COPIED_FILES = (
     *("tokenizer*", "special_tokens_map*", "added_tokens*", "vocab*", "merges*", "chat_template*"),
     *("*.model", "*.tiktoken"),
+    "generation_config.json",  # as it is: transformers refuses to write some that it reads, and nothing here changes it
 )
 
 
@@ -50,13 +52,18 @@ def write_model(lm: Any, tensors: dict[str, dict[str, torch.Tensor]], config: Co
 
     `tensors`: `full_tensors` of the `policy` and, if there is one, the `critic` (`backbone.*`, `head.*`).
     """
-    lm.save_pretrained(folder, state_dict=tensors["policy"])
+    generation, lm.generation_config = lm.generation_config, GenerationConfig()
+    try:
+        lm.save_pretrained(folder, state_dict=tensors["policy"])
+    finally:
+        lm.generation_config = generation
+    (folder / "generation_config.json").unlink()  # the folder's own is copied, if it has one
     _write_index(folder)
     described = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**described, "dtype": config.model.dtype}, indent=2) + "\n")
     if "critic" in tensors:
         _save_critic(tensors["critic"], folder)
-    for pattern in _TOKENIZER_FILES:
+    for pattern in _COPIED_FILES:
         for file in Path(config.model.path).glob(pattern):
             shutil.copy(file, folder / file.name)
 

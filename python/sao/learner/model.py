@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -21,9 +22,10 @@ from sao.errors import ConfigError, WeightsError
 from sao.learner.attention import FLASH, SDPA, choose, mask
 from sao.learner.batch import MicroBatch
 from sao.learner.world import World
+from sao.storage import model_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-CRITIC_FILE = "critic.safetensors"
+CRITIC_FILE = model_folder.CRITIC
 
 # A token mixer, by the last part of its module name or by its class; norms that are only named after one are not.
 _MIXER_NAME = re.compile(r"(^|_)(attn|attention|mamba|linear_attn|token_mixer|mixer)$")
@@ -94,7 +96,7 @@ class Critic(nn.Module):
 
 def load_policy(config: Config, world: World) -> Policy:
     """Loads `model.path` as a sharded policy. Raises `ConfigError` if it cannot be loaded or packed."""
-    return shard(Policy(_load(config, config.model.path, world)), config, world)
+    return shard(Policy(_load(config, config.model.path, world, "model.path")), config, world)
 
 
 def load_critic(config: Config, world: World) -> Critic:
@@ -106,11 +108,12 @@ def load_critic(config: Config, world: World) -> Critic:
     critic_path, frozen = config.learner.critic_path, config.learner.critic_frozen
     source = Path(critic_path or config.model.path)
     trained = critic_path is not None and (source / CRITIC_FILE).exists()
-    critic = Critic(_load(config, source, world, weights=not trained).base_model)
+    field = "learner.critic_path" if critic_path else "model.path"
+    critic = Critic(_load(config, source, world, field, weights=not trained).base_model)
     if trained:
         try:
             critic.load_state_dict(load_file(source / CRITIC_FILE))
-        except RuntimeError as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
             raise WeightsError(f"{source / CRITIC_FILE}: {error}") from error
     if frozen == "attention" and not freeze_attention(critic.backbone):
         raise ConfigError(f"learner.critic_frozen: no attention or token-mixer module found in {source}")
@@ -221,26 +224,15 @@ def _layers(model: nn.Module) -> list[Any]:
     return [layer for group, layers in zip(groups, named, strict=True) if layers for layer in group]
 
 
-def _load(config: Config, path: str | Path, world: World, *, weights: bool = True) -> Any:
+def _load(config: Config, path: str | Path, world: World, field: str, *, weights: bool = True) -> Any:
     """The causal language model of a folder, checked, on the rank's device; without `weights` as its config.json says.
 
     Raises `ConfigError` if it cannot be loaded or packed.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     attention = choose(config, world.device)
     held = torch.float32 if config.model.dtype == "bfloat16" else DTYPES[config.model.dtype]
     options: dict[str, Any] = {"dtype": held, "attn_implementation": attention}
-    try:
-        if weights:
-            lm = AutoModelForCausalLM.from_pretrained(str(path), **options, local_files_only=True, use_safetensors=True)
-        else:
-            read = AutoConfig.from_pretrained(str(path), local_files_only=True)
-            lm = AutoModelForCausalLM.from_config(read, **options)
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"model.path: {path}: cannot be loaded: {error}") from error
+    lm = model_folder.load(path, field, **options) if weights else model_folder.empty(path, field, **options)
     lm.eval().to(world.device)
     check_packing(lm, config.sampling.context_tokens, path, attention)
     return lm

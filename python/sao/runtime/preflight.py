@@ -6,6 +6,8 @@ What can be known from the configuration alone is checked in `sao.config`; who u
 import importlib.util
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -16,20 +18,25 @@ from sao.errors import ConfigError, EnvironmentFailure
 from sao.rollout.compaction import templates
 from sao.runtime import folders, launch
 from sao.runtime import resume as resuming
+from sao.storage import model_folder
 from sao.telemetry import sinks
 from sao.transport.keys import SUPERVISOR, client_keys, server_keys
 
 Role = Literal["run", "broker", "learner", "generator", "eval"]
 """The thing that is about to be started here: a whole run, a part of a run that goes on elsewhere, or an evaluation."""
+TENSORS_S: Final = 300.0  # for the names and shapes of all tensors
 PACKAGES: Final = ("torch", "transformers", "safetensors")
 
 
-def check(config: Config, *, role: Role = "run", overwrite: bool = False, resume: bool = False) -> list[str]:
+def check(
+    config: Config, *, role: Role = "run", overwrite: bool = False, resume: bool = False, thorough: bool = False
+) -> list[str]:
     """Raises `ConfigError` that lists all faults; returns warnings, things that work but are probably not meant.
 
     With `resume` the run's folder must hold the run; otherwise it must be free, or hold a run and `overwrite` be given.
+    `thorough`: also what learner and generators look at when they load: the names and shapes of all tensors.
     """
-    critic, faults = config.learner.critic_path, []
+    critic, faults, warnings = config.learner.critic_path, [], list(_warnings(config))
     if role in ("run", "broker"):
         faults += [*_keys(config), *_metrics_port(config)]
     if role != "broker":
@@ -42,9 +49,14 @@ def check(config: Config, *, role: Role = "run", overwrite: bool = False, resume
         faults += resuming.faults(config)
     elif role in ("run", "broker") and (fault := folders.run_folder_fault(config.folder, overwrite=overwrite)):
         faults.append(fault)
+    if not faults and role != "broker":
+        fatal, warned = _positions(config)
+        faults, warnings = [*faults, *fatal], [*warnings, *warned]
+        if thorough:
+            faults += [f"model.path: {config.model.path}: {fault}" for fault in _tensors(config.model.path)]
     if faults:
         raise ConfigError("\n".join(faults))
-    return list(_warnings(config))
+    return warnings
 
 
 def _keys(config: Config) -> Iterator[str]:
@@ -79,22 +91,34 @@ def _packages(config: Config) -> Iterator[str]:
 
 def _model_folder(field: str, path: str) -> Iterator[str]:
     """The files that a model folder lacks. A critic needs neither tokenizer nor chat template."""
-    folder = Path(path)
-    if not folder.is_dir():
-        yield f"{field}: {folder} is not a folder"
-        return
-    if not (folder / "config.json").is_file():
-        yield f"{field}: {folder} has no config.json"
-    if not any(folder.glob("*.safetensors")):
-        other = sorted(path.name for path in folder.glob("*.bin"))
-        hint = f"; {other[0]} is not read, convert it to safetensors" if other else ""
-        yield f"{field}: {folder} has no *.safetensors{hint}"
-    if field == "learner.critic_path":
-        return
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-        yield f"{field}: {folder} has no tokenizer.json"
-    if not _has_chat_template(folder):
+    folder, critic = Path(path), field == "learner.critic_path"
+    trained = model_folder.CRITIC if critic and (folder / model_folder.CRITIC).is_file() else None
+    for fault in model_folder.file_faults(folder, weights=trained, tokenizer=not critic):
+        yield f"{field}: {fault}"
+    if folder.is_dir() and not critic and not _has_chat_template(folder):
         yield f"{field}: {folder} has no chat template (chat_template.jinja, or in tokenizer_config.json)"
+
+
+def _positions(config: Config) -> tuple[list[str], list[str]]:
+    """Faults and warnings of a context window that is longer than the model's positions."""
+    limit, learned = model_folder.positions(Path(config.model.path))
+    context = config.sampling.context_tokens
+    if limit is None or context <= limit:
+        return [], []
+    text = f"sampling.context_tokens: {context} is beyond the {limit} positions of {config.model.path}"
+    if learned or config.generator.engine == "vllm":
+        return [f"{text}; at most {limit} can be computed"], []
+    return [], [f"{text}; it was never trained on what lies further back"]
+
+
+def _tensors(path: str) -> list[str]:
+    """`model_folder.tensor_faults` in a process of its own: this one never imports torch."""
+    command = [sys.executable, "-m", "sao.storage.model_folder", path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TENSORS_S, check=False)
+    try:
+        return list(json.loads(done.stdout))
+    except ValueError:
+        return [f"cannot be checked: {(done.stderr.strip() or 'no answer').splitlines()[-1]}"]
 
 
 def _has_chat_template(folder: Path) -> bool:

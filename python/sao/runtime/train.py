@@ -24,7 +24,7 @@ from sao.telemetry.monitor import Monitor
 
 def describe(config: Config, *, overwrite: bool = False, resume: bool = False) -> str:
     """The resolved configuration as JSON and the commands that would be run. Creates nothing; raises `ConfigError`."""
-    warnings = preflight.check(config, overwrite=overwrite, resume=resume)
+    warnings = preflight.check(config, overwrite=overwrite, resume=resume, thorough=True)
     found = resuming.find(config, config.folder.resolve()) if resume else None
     if found is not None:
         warnings += [reason for _, reason in found.ignored] + ([found.finished] if found.finished else [])
