@@ -3,10 +3,14 @@
 import io
 import json
 import math
+import resource
+import signal
 import socket
 import subprocess
 import sys
 import urllib.request
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from prometheus_client import parser
@@ -106,7 +110,7 @@ def test_a_port_that_was_taken_since_it_was_tried_is_a_warning_and_the_run_goes_
         settings = config(telemetry={"prometheus_port": port, "tensorboard": False})
         with Monitor(settings, tmp_path, Console(file=io.StringIO())) as monitor:
             assert monitor.warnings == [
-                f"telemetry.prometheus_port: {port} on 127.0.0.1 cannot be had: Address already in use; not served"
+                f"telemetry.prometheus_port: {port} on 127.0.0.1 cannot be had: Address already in use; left out"
             ]
             monitor.report("step", step(1))
     assert [row["step"] for row in sinks.read(tmp_path / "metrics.jsonl")] == [1]
@@ -129,13 +133,93 @@ def test_a_failing_sink_is_reported_once_and_the_others_go_on(tmp_path):
         for number in range(5):
             monitor.report("step", {"step": number})
     assert len(sinks.read(tmp_path / "metrics.jsonl")) == 5
-    assert out.getvalue().count("Broken: no route; it gets no more records") == 1
+    assert out.getvalue().count("Broken: no route; records are missing there until this is over") == 1
+
+
+def test_a_sink_that_works_again_gets_the_records_again_and_is_told_of_the_gap(tmp_path):
+    class Passing(Broken):
+        taken: ClassVar[list] = []
+        broken = True
+
+        def write(self, record):
+            if self.broken:
+                super().write(record)
+            self.taken.append(record)
+
+    with Monitor(config(telemetry={"tensorboard": False}), tmp_path, Console(file=io.StringIO())) as monitor:
+        sink = Passing()
+        monitor.sinks.append(sink)
+        for number in range(6):
+            sink.broken = number in (1, 2)
+            monitor.report("step", {"step": number})
+    assert [row.get("step", row.get("text")) for row in sink.taken] == [
+        *(0, "Passing: 2 records are missing here"),
+        *(3, 4, 5),
+    ]
+
+
+def test_after_a_full_disk_there_are_whole_lines_only_and_the_gap_is_told(tmp_path):
+    """A limit on the size of files stands for the full disk: the write that crosses it is short, the next one fails."""
+    path = tmp_path / "metrics.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    out = io.StringIO()
+    with Monitor(config(telemetry={"tensorboard": False}), tmp_path, Console(file=out, width=200)) as monitor:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+            for number in range(100):
+                monitor.report("step", {"step": number, "text": "x" * 50})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, ignored)
+        for number in range(100, 105):
+            monitor.report("step", {"step": number})
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    first = [row["kind"] for row in rows].index("event")
+    assert 0 < first < 100
+    assert rows[first]["text"] == f"JsonLines: {100 - first} records are missing here"
+    assert [row["step"] for row in rows[:first] + rows[first + 1 :]] == [*range(first), *range(100, 105)]
+    assert out.getvalue().count("records are missing there until this is over") == 1
+
+
+def test_a_torn_line_in_the_middle_does_not_hide_what_follows(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(step(1)) + "\n" + json.dumps(step(2))[:40] + "\n" + json.dumps(step(3)) + "\n")
+    assert [row["step"] for row in sinks.read(path)] == [1, 3]
+
+
+def test_a_tracker_that_cannot_start_is_left_out(tmp_path, monkeypatch):
+    def init(**_):
+        raise RuntimeError("api_key not configured (no-tty)")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    settings = config(telemetry={"tensorboard": False, "wandb": True})
+    with Monitor(settings, tmp_path, Console(file=io.StringIO())) as monitor:
+        (warning,) = monitor.warnings
+        assert warning == "telemetry.wandb: left out: RuntimeError: api_key not configured (no-tty)"
+        monitor.report("step", {"step": 1})
+    assert len(sinks.read(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_a_run_that_goes_on_is_the_same_run_in_wandb(tmp_path, monkeypatch):
+    calls = []
+
+    def init(**given):
+        calls.append({key: value for key, value in given.items() if key in ("id", "resume")})
+        return SimpleNamespace(id="abc123", finish=lambda: None, log=lambda row: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for _ in range(2):
+        sinks.WandB("r", {}, tmp_path).close()
+    assert calls == [{}, {"id": "abc123", "resume": "allow"}]
 
 
 def test_wandb_gets_the_numbers(tmp_path, monkeypatch):
     logged = []
 
     class Run:
+        id = "abc123"
+
         def log(self, row):
             logged.append(row)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
@@ -61,6 +62,8 @@ class AgentServer:
         except OSError as error:
             raise ConfigError(f"generator.agents_bind: {host}:{port}: {error}") from error
         name, number = self._listener.sockets[0].getsockname()[:2]
+        if name in ("0.0.0.0", "::"):  # an address to listen at is none to connect to
+            name = socket.gethostname()
         self.base_url = f"http://{f'[{name}]' if ':' in name else name}:{number}/v1"
 
     async def close(self) -> None:

@@ -46,6 +46,10 @@ def _describe(model: type[BaseModel], error: ValidationError) -> tuple[dict[str,
         where = ".".join(str(part) for part in location)
         message = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
         message = message.replace("String should match pattern", "must match")
+        if item["type"] == "value_error" and len(location) > 1:  # of one field
+            faults[where] = f"{where}: {message}"
+            wrong.append((location, False))
+            continue
         if item["type"] == "value_error":  # of a validator that compares fields: one line a fault, "field: text"
             for line in message.splitlines():
                 text = f"{where}.{line}" if where else line

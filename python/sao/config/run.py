@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
 
-from sao.config import estimators, sections
+from sao.config import addresses, estimators, sections
 from sao.config.explain import explain
 from sao.errors import ConfigError
 
@@ -50,7 +50,6 @@ class Config(sections.Section):
         run, learner, sampling, compaction = self.run, self.learner, self.sampling, self.compaction
         warmup, context, batch = learner.critic_warmup_steps, sampling.context_tokens, learner.batch_trajectories
         response, held = sampling.max_response_tokens, self.buffer.max_trajectories
-        agents_host = self.generator.agents_bind.rpartition(":")[0]
         if run.task == "train" and self.algorithm.has_critic and warmup >= run.steps:
             yield f"learner.critic_warmup_steps: {warmup} leaves no policy step in run.steps = {run.steps}"
         if response >= context:
@@ -63,15 +62,26 @@ class Config(sections.Section):
             yield f"run.target_success: {run.target_success} needs held-out evaluation, but eval.every_steps = 0"
         if self.model.attention == "flash_attention_2" and self.model.dtype != "bfloat16":
             yield f"model.attention: flash_attention_2 needs model.dtype = bfloat16 (got {self.model.dtype})"
-        if not sections.is_loopback(agents_host) and not self.transport.allow_remote:
-            permit = "set transport.allow_remote = true to permit it"
-            yield f"generator.agents_bind: {agents_host} is not a loopback address; {permit}"
+        yield from self._agents_address()
         if compaction.enabled:
             yield from self.compaction_threshold(1)[1]  # how long the request really is, only the tokenizer knows
             if compaction.merge_summary and not compaction.train_summaries:
                 yield "compaction.train_summaries: false needs summaries in rows of their own (merge_summary = false)"
             if compaction.summariser is not None and self.generator.engine == "scripted":
                 yield "compaction.summariser: the scripted engine has no model"
+
+    def _agents_address(self) -> Iterator[str]:
+        count = self.generator.count
+        try:
+            host, port = addresses.split(self.generator.agents_bind)
+        except ValueError as error:
+            yield f"generator.agents_bind: {error}"
+            return
+        if port and count > 1:
+            yield f"generator.agents_bind: port {port} is for one generator, but generator.count = {count}; 0: any port"
+        if not addresses.is_loopback(host) and not self.transport.allow_remote:
+            permit = "set transport.allow_remote = true to permit it"
+            yield f"generator.agents_bind: {host} is not a loopback address; {permit}"
 
     def prompt_of(self, ordinal: int) -> int:
         """Number of the training task that rollout `ordinal` plays: the same for a group, and again after all tasks."""

@@ -1,9 +1,11 @@
 """The sections of a run's configuration: every key with its unit, default and range."""
 
-import ipaddress
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from sao.config import addresses
 
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -11,17 +13,20 @@ Positive = Annotated[float, Field(gt=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
+def _expanded(path: str) -> str:
+    """A path with `~` and `~USER` expanded. Raises `ValueError` for a home that is not known."""
+    try:
+        return str(Path(path).expanduser()) if path.startswith("~") else path
+    except RuntimeError:
+        raise ValueError(f"the home folder of {path.partition('/')[0]} is not known (got {path!r})") from None
+
+
+FilePath = Annotated[str, AfterValidator(_expanded)]
+
+
 def key(default: Any, description: str, **limits: Any) -> Any:
     """A key with its default, the meaning that pages and errors give, and limits beyond those of its type."""
     return Field(default, description=description, **limits)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address is of this machine alone."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def refuse(faults: list[str]) -> None:
@@ -40,7 +45,7 @@ class RunSection(Section):
     """The run: its name, where its files go and how long it is."""
 
     name: str = key("run", "name of the run and of its folder", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    dir: str = key("runs", "folder that holds the run's folder")
+    dir: FilePath = key("runs", "folder that holds the run's folder")
     seed: int = key(0, "seed from which every other seed is derived", ge=0, lt=2**32)
     steps: Count = key(200, "optimizer steps (critic warm-up included)")
     max_failures_in_a_row: Count = key(32, "environment failures in a row that stop the run")
@@ -52,7 +57,7 @@ class RunSection(Section):
 class ModelSection(Section):
     """The model folder (Hugging Face layout, safetensors only) and how it is held by the learner."""
 
-    path: str = Field(description="folder with config.json, *.safetensors, tokenizer and chat template")
+    path: FilePath = Field(description="folder with config.json, *.safetensors, tokenizer and chat template")
     dtype: Literal["float32", "bfloat16", "float64"] = key("float32", "learner parameter type")
     activation_checkpointing: bool = key(False, "keep only inputs of decoder layers, compute the rest again backward")
     attention: Literal["auto", "sdpa", "flex_attention", "flash_attention_2"] = key(
@@ -160,11 +165,11 @@ class CompactionSection(Section):
     keep_task_prompt: bool = key(False, "repeat the task's messages after a compaction; off (paper): the system prompt")
     merge_summary: bool = key(False, "summary in one row with the steps before it; off (paper): a row of its own")
     train_summaries: bool = key(True, "off: no summary rows in losses, advantages and the distance to the end")
-    summariser: str | None = key(None, "model of a fixed summariser, same tokenizer; default: the policy itself")
+    summariser: FilePath | None = key(None, "model of a fixed summariser, same tokenizer; default: the policy itself")
     prompt: Literal["summary_v1"] = key("summary_v1", "shipped template of the summary request")
-    prompt_file: str | None = key(None, "own text of the summary request instead")
+    prompt_file: FilePath | None = key(None, "own text of the summary request instead")
     resume: Literal["resume_v1"] = key("resume_v1", "shipped template of the message after a compaction")
-    resume_file: str | None = key(None, "own template instead; holds {summary} once")
+    resume_file: FilePath | None = key(None, "own template instead; holds {summary} once")
 
 
 class LearnerSection(Section):
@@ -186,7 +191,7 @@ class LearnerSection(Section):
     critic_passes: Count = key(2, "K: critic updates per policy update")
     critic_warmup_steps: Natural = key(10, "first steps in which only the critic is updated")
     critic_frozen: Literal["attention", "none"] = key("attention", "parameters of the critic that stay")
-    critic_path: str | None = key(None, "critic to start from; default: the policy with a zero head")
+    critic_path: FilePath | None = key(None, "critic to start from; default: the policy with a zero head")
     value_loss: Literal["mse", "clipped"] = key(
         "mse", "clipped: the larger of the squared errors of V and of V within value_clip of its old value"
     )
@@ -247,7 +252,7 @@ class TransportSection(Section):
     """Sockets and deadlines."""
 
     bind: str = key("ipc", "ipc (private folder) or tcp://HOST:PORT", pattern=r"^(ipc|tcp://.+:\d+)$")
-    keys: str | None = key(None, "folder of CURVE keys (`sao keys`): over tcp only their owners join")
+    keys: FilePath | None = key(None, "folder of CURVE keys (`sao keys`): over tcp only their owners join")
     allow_remote: bool = key(False, "permit other addresses than loopback without keys, in the clear")
     weights_bind: str | None = key(
         None,
@@ -268,10 +273,14 @@ class TransportSection(Section):
         for key, address in (("bind", self.bind), ("weights_bind", self.weights_bind)):
             if address in (None, "ipc"):
                 continue
-            host, _, port = str(address).removeprefix("tcp://").rpartition(":")
-            if not 0 < int(port) < 65536:
-                faults.append(f"{key}: port {port} is not in 1..65535")
-            if not is_loopback(host) and self.keys is None and not self.allow_remote:
+            try:
+                host, port = addresses.split(str(address))
+            except ValueError as error:
+                faults.append(f"{key}: {error}")
+                continue
+            if port == 0:
+                faults.append(f"{key}: port 0 is not in 1..65535")
+            if not addresses.is_loopback(host) and self.keys is None and not self.allow_remote:
                 faults.append(
                     f"{key}: {address} is not a loopback address: set keys = FOLDER (made by `sao keys`), or"
                     " allow_remote = true to permit it without encryption"

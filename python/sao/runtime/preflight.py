@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from sao.config import Config
+from sao.config import Config, addresses
 from sao.envs import registry
 from sao.errors import ConfigError, EnvironmentFailure
 from sao.rollout.compaction import templates
@@ -39,12 +39,14 @@ def check(
     critic, faults, warnings = config.learner.critic_path, [], list(_warnings(config))
     if role in ("run", "broker"):
         faults += [*_keys(config), *_metrics_port(config)]
+        faults += [] if resume else _listens("transport.bind", config.transport.bind)
     if role != "broker":
         faults += [*_packages(config), *_model_folder("model.path", config.model.path)]
     if role in ("run", "learner") and critic:
         faults += _model_folder("learner.critic_path", critic)
     if role in ("run", "generator", "eval"):
         faults += [*_environment(config), *compaction(config)]
+        faults += [] if resume else _listens("generator.agents_bind", config.generator.agents_bind)
     if resume:
         faults += resuming.faults(config)
     elif role in ("run", "broker") and (fault := folders.run_folder_fault(config.folder, overwrite=overwrite)):
@@ -77,6 +79,20 @@ def _metrics_port(config: Config) -> Iterator[str]:
             socket.create_server((sinks.PROMETHEUS_HOST, port)).close()
         except OSError as error:
             yield sinks.taken(port, error)
+
+
+def _listens(field: str, address: str) -> Iterator[str]:
+    """The reason why nobody can listen at an address of this machine, if there is one. It is free again afterwards."""
+    if address == "ipc":
+        return
+    host, port = addresses.split(address)
+    family = socket.AF_INET6 if addresses.is_ipv6(host) else socket.AF_INET
+    try:
+        socket.create_server(("" if host == "*" else host.strip("[]"), port), family=family).close()
+    except socket.gaierror:  # the name of an interface, or one that only ZeroMQ understands
+        return
+    except OSError as error:
+        yield f"{field}: {address}: cannot listen: {error.strerror or error}"
 
 
 def _packages(config: Config) -> Iterator[str]:
@@ -185,7 +201,8 @@ def _warnings(config: Config) -> Iterator[str]:
     if threads > 2 * cpus:
         sums = "generator.count * generator.threads + learner.ranks * learner.threads"
         yield f"{sums} = {threads} threads on {cpus} CPUs"
-    if transport.allow_remote and transport.keys is None:
+    remote = transport.bind != "ipc" and not addresses.is_loopback(addresses.split(transport.bind)[0])
+    if remote and transport.keys is None:
         yield f"transport.bind: {transport.bind} is open to the network; peers are not authenticated"
     left_out = "is not installed, so it is left out; pip install 'sao[tracking]'"
     if telemetry.tensorboard and not installed("tensorboard"):

@@ -1,6 +1,7 @@
 """The monitor of a run: every record goes to the files, to the trackers and to the person who watches."""
 
 import importlib.util
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -12,7 +13,7 @@ from rich.console import Console
 from sao.config import Config
 from sao.errors import ConfigError
 from sao.telemetry.live import View
-from sao.telemetry.sinks import JsonLines, Prometheus, Sink, TensorBoard, WandB, record
+from sao.telemetry.sinks import JsonLines, Prometheus, Record, Sink, TensorBoard, WandB, record
 
 
 class Monitor:
@@ -21,16 +22,16 @@ class Monitor:
     def __init__(self, config: Config, run_folder: Path, console: Console) -> None:
         """Opens `metrics.jsonl` in the run folder and what `telemetry` asks for and is installed."""
         self.sinks: list[Sink] = [JsonLines(run_folder / "metrics.jsonl")]
-        if config.telemetry.tensorboard and importlib.util.find_spec("tensorboard") is not None:
-            self.sinks.append(TensorBoard(run_folder / "tensorboard"))
-        if config.telemetry.wandb:
-            self.sinks.append(WandB(config.run.name, config.model_dump(mode="json"), run_folder))
         self.warnings: list[str] = []  # for the user, once the run has begun
-        if config.telemetry.prometheus_port is not None:
-            try:
-                self.sinks.append(Prometheus(config.telemetry.prometheus_port))
-            except ConfigError as error:  # somebody was faster since it was tried
-                self.warnings.append(f"{error}; not served")
+        self._missed = Counter[Sink]()  # records since a sink's first failure, until it takes one again
+        telemetry = config.telemetry
+        if telemetry.tensorboard and importlib.util.find_spec("tensorboard") is not None:
+            self._add("telemetry.tensorboard", lambda: TensorBoard(run_folder / "tensorboard"))
+        if telemetry.wandb:
+            values = config.model_dump(mode="json")
+            self._add("telemetry.wandb", lambda: WandB(config.run.name, values, run_folder))
+        if (port := telemetry.prometheus_port) is not None:
+            self._add("telemetry.prometheus_port", lambda: Prometheus(port))
         self._view: View | None = None
         with suppress(OSError):  # nobody watches from the beginning
             self._view = View(config, console)
@@ -40,26 +41,42 @@ class Monitor:
 
     def __exit__(self, *_: object) -> None:
         self._with_view(lambda view: view.close())
-        self._with_sinks(lambda sink: sink.close())
+        for sink in self.sinks:
+            with suppress(Exception):  # of a tracker; a fault of its writes was shown
+                sink.close()
 
     def report(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Takes what happened: `run`, `step`, `eval`, `event` or `end`."""
         happened = record(kind, fields)
-        self._with_sinks(lambda sink: sink.write(happened))
+        for sink in self.sinks:
+            self._write(sink, happened)
         self._with_view(lambda view: view.write(happened))
 
     def tick(self) -> None:
         """Brings the live view's clock up to date."""
         self._with_view(lambda view: view.tick())
 
-    def _with_sinks(self, act: Callable[[Sink], None]) -> None:
-        """A tracker's fault must not end a run: it is shown once, and that sink left out."""
-        for sink in list(self.sinks):
-            try:
-                act(sink)
-            except Exception as error:
-                self.sinks.remove(sink)
-                text = f"{type(sink).__name__}: {error}; it gets no more records"
+    def _add(self, key: str, make: Callable[[], Sink]) -> None:
+        """Adds a sink; one that cannot start must not end a run."""
+        try:
+            self.sinks.append(make())
+        except ConfigError as error:  # it names the key
+            self.warnings.append(f"{error}; left out")
+        except Exception as error:
+            self.warnings.append(f"{key}: left out: {type(error).__name__}: {error}")
+
+    def _write(self, sink: Sink, happened: Record) -> None:
+        """A sink's fault must not end a run, nor a passing one the sink: what it missed is said when it is over."""
+        name = type(sink).__name__
+        try:
+            if missed := self._missed[sink]:
+                sink.write(record("event", {"level": "warning", "text": f"{name}: {missed} records are missing here"}))
+                del self._missed[sink]
+            sink.write(happened)
+        except Exception as error:
+            self._missed[sink] += 1
+            if self._missed[sink] == 1:
+                text = f"{name}: {error}; records are missing there until this is over"
                 failed = record("event", {"level": "warning", "text": text})
                 self._with_view(partial(View.write, record=failed))
 

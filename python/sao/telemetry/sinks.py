@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,21 @@ class JsonLines:
         """Opens the file to go on at its end; a last line that was cut off by a kill is removed."""
         if path.exists() and not (data := path.read_bytes()).endswith(b"\n"):
             os.truncate(path, data.rfind(b"\n") + 1)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file = path.open("ab", buffering=0)
+        self._size = self._file.tell()  # of whole lines
         self.close = self._file.close
 
     def write(self, record: Record) -> None:
-        """Appends one line."""
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        """Appends one line. Raises `OSError` when it cannot; then no part of the line is left."""
+        line = memoryview(json.dumps(record, allow_nan=False).encode() + b"\n")
+        end = self._size + len(line)
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError:
+            self._file.truncate(self._size)
+            raise
+        self._size = end
 
 
 class TensorBoard:
@@ -73,10 +83,13 @@ class WandB:
     """Weights & Biases, for those who ask for it (`telemetry.wandb = true`)."""
 
     def __init__(self, name: str, config: Mapping[str, Any], folder: Path) -> None:
-        """Raises `ImportError` where wandb is not installed."""
+        """Goes on with the W&B run whose id lies in the folder. Raises what wandb raises when it cannot start."""
         import wandb
 
-        self._run = wandb.init(project="sao", name=name, config=dict(config), dir=str(folder))
+        known = folder / "wandb-id"
+        before = {"id": known.read_text(encoding="utf-8"), "resume": "allow"} if known.exists() else {}
+        self._run = wandb.init(project="sao", name=name, config=dict(config), dir=str(folder), **before)
+        known.write_text(str(self._run.id), encoding="utf-8")
         self.close = self._run.finish
 
     def write(self, record: Record) -> None:
@@ -145,13 +158,11 @@ def scalars(record: Record) -> dict[str, float]:
 
 
 def read(path: Path) -> list[Record]:
-    """Reads `metrics.jsonl`; a last line that was cut off by a kill is left out."""
+    """Reads `metrics.jsonl`; a line that was cut off (by a kill, by a full disk) is left out."""
     records = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        try:
+        with suppress(ValueError):
             records.append(json.loads(line))
-        except ValueError:
-            break
     return records
 
 

@@ -17,6 +17,7 @@ from typing import Final
 
 import zmq
 
+from sao.config import addresses
 from sao.config.sections import TransportSection
 from sao.errors import TransportError
 from sao.transport.keys import DOMAIN, Keys, check_private
@@ -56,9 +57,10 @@ def check_endpoint(endpoint: str) -> Path | None:
     """
     scheme, separator, rest = endpoint.partition("://")
     if scheme == "tcp" and separator:
-        host, colon, port = rest.rpartition(":")
-        if not (colon and host and port.isdigit() and int(port) < 1 << 16):
-            raise TransportError(f"endpoint {endpoint!r}: expected tcp://HOST:PORT")
+        try:
+            addresses.split(rest)
+        except ValueError as error:
+            raise TransportError(f"endpoint {endpoint!r}: expected tcp://HOST:PORT: {error}") from None
         return None
     if scheme != "ipc" or not rest:
         raise TransportError(f"endpoint {endpoint!r}: expected ipc://PATH or tcp://HOST:PORT")
@@ -87,7 +89,7 @@ def bind_router(
             if probe.connect_ex(str(path)) not in (errno.ENOENT, errno.ECONNREFUSED):
                 raise TransportError(f"{path}: another process listens here")
     router = context.socket(zmq.ROUTER)
-    _options(router, limits)
+    _options(router, limits, endpoint)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to a peer that is gone is an error, not a silent loss
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reconnecting peer keeps its identity at once
     if keys is not None:
@@ -107,10 +109,12 @@ def _numeric(endpoint: str) -> str:
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     if not endpoint.startswith("tcp://") or host == "*" or host.startswith("["):
         return endpoint
+    family = socket.AF_INET6 if addresses.is_ipv6(host) else socket.AF_INET
     try:
-        return f"tcp://{socket.gethostbyname(host)}:{port}"
+        found = socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)[0][4][0]
     except OSError:
         return endpoint  # an interface, or what the bind itself will name
+    return f"tcp://[{found}]:{port}" if family == socket.AF_INET6 else f"tcp://{found}:{port}"
 
 
 def make_dealer(
@@ -123,7 +127,7 @@ def make_dealer(
     """A DEALER for `endpoint`, to be connected by `connect`. Raises `TransportError`."""
     check_endpoint(endpoint)
     dealer = context.socket(zmq.DEALER)
-    _options(dealer, limits)
+    _options(dealer, limits, endpoint)
     dealer.setsockopt(zmq.IDENTITY, identity)
     dealer.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a connection that is yet to be made
     dealer.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -168,7 +172,9 @@ def send(sock: zmq.Socket[bytes], frames: Sequence[Buffer]) -> None:
         sock.send(frame, _NOW if index == last else _NOW | _MORE, small)
 
 
-def _options(sock: zmq.Socket[bytes], limits: Limits) -> None:
+def _options(sock: zmq.Socket[bytes], limits: Limits, endpoint: str) -> None:
+    if endpoint.startswith("tcp://"):
+        sock.setsockopt(zmq.IPV6, addresses.is_ipv6(addresses.split(endpoint)[0]))
     sock.setsockopt(zmq.SNDHWM, HIGH_WATER)
     sock.setsockopt(zmq.RCVHWM, HIGH_WATER)
     sock.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes)

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from sao.config import addresses
 from sao.errors import Error, TransportError, WeightsError
 from sao.transport.actor import Actor
 from sao.transport.client import Client
@@ -121,7 +122,7 @@ class WeightsServer:
 def source_of(ref: WeightsRef, broker: str) -> str:
     """The endpoint that serves `ref`; the host `*` stands for the broker's, as this side knows it."""
     host, _, port = ref.source.removeprefix("tcp://").rpartition(":")
-    return f"{broker.rpartition(':')[0]}:{port}" if host in ("*", "0.0.0.0", "[::]") else ref.source
+    return f"{broker.rpartition(':')[0]}:{port}" if host in addresses.EVERY_INTERFACE else ref.source
 
 
 class Puller:
