@@ -68,7 +68,7 @@ def test_defaults_are_the_values_of_the_papers(tmp_path):
         ("[learner]\nranks = 0", "learner.ranks: must be greater than or equal to 1 (got 0); torchrun processes"),
         ("[transport]\nbind = 'tcp://0.0.0.0:5555'", "transport.bind: tcp://0.0.0.0:5555 is not a loopback address"),
         ("[transport]\nbind = 'tcp://*:5555'", "transport.bind: tcp://*:5555 is not a loopback address"),
-        ("[transport]\nbind = 'tcp://127.0.0.1:70000'", "transport.bind: port 70000 is not in 1..65535"),
+        ("[transport]\nbind = 'tcp://127.0.0.1:70000'", "transport.bind: port 70000 is not in 0..65535"),
         ("[generator]\nagents_bind = '[::]:0'", "generator.agents_bind: [::] is not a loopback address"),
         ("[transport]\nheartbeat_s = 8", "transport.peer_timeout_s: 15.0 must exceed 2 * heartbeat_s = 16.0"),
         ("[learner]\ncritic_warmup_steps = 200", "learner.critic_warmup_steps: 200 leaves no policy step"),
