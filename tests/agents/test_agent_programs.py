@@ -16,8 +16,8 @@ from scripted import ScriptedEngine
 from tests.agents.test_agents import END, TASK, configured, hosting, played, says, user
 
 from sao.envs import registry
-from sao.envs.agent import Agent
-from sao.errors import EnvironmentFailure
+from sao.envs.agent import Agent, without_proxy
+from sao.errors import ConfigError, EnvironmentFailure
 from sao.rollout.recorder import Assignment
 from sao.trajectory import Trajectory
 
@@ -44,6 +44,15 @@ elif how == "crash":
 elif how == "hang":
     import subprocess, time
     subprocess.Popen(["sleep", sys.argv[3]]); time.sleep(1000)
+elif how in ("leaves", "escapes"):
+    import subprocess
+    if "last" in sys.argv:
+        print(json.dumps({"reward": 0.25}), flush=True)
+    else:
+        post(os.environ["SAO_REWARD_URL"], {"reward": 0.25}, os.environ["SAO_REWARD_KEY"])
+    subprocess.Popen(["sleep", sys.argv[3]], start_new_session=how == "escapes")
+elif how == "floods":
+    print("x" * (1 << 25)); print(0.5)
 assert os.environ["SAO_SEED"] == sys.argv[2] == "77" and os.environ["SAO_SPLIT"] == "train"
 """
 
@@ -68,11 +77,71 @@ def test_a_command_per_episode(tiny_model: Path, tmp_path: Path) -> None:
         played(tiny_model, command(tmp_path, "post", reward="last_line"))
 
 
+def sleepers() -> list[psutil.Process]:
+    return [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", SLEEP_S]]
+
+
+@pytest.mark.parametrize("reward", ["posted", "last_line"])
+@pytest.mark.parametrize("how", ["leaves", "escapes"])
+def test_the_end_of_a_program_is_not_the_end_of_its_output(
+    tiny_model: Path, tmp_path: Path, how: str, reward: str
+) -> None:
+    """What it leaves behind holds its pipes open; that of its own session is killed, another session only let go."""
+    program = tmp_path / "agent.py"
+    program.write_text(PLAIN)
+    line = [sys.executable, "-S", str(program), how, "{seed}", SLEEP_S, "last" if reward == "last_line" else "posted"]
+    env = registry.make("agent", command=line, reward=reward)
+    try:
+        trajectory = played(tiny_model, env, env={"episode_timeout_s": 20.0})
+        assert trajectory.reward == 0.25 and trajectory.termination.reason != "time_limit"
+        assert len(sleepers()) == (how == "escapes")
+    finally:
+        for process in sleepers():
+            process.kill()
+
+
+def test_the_last_line_of_a_flood_is_found(tiny_model: Path, tmp_path: Path) -> None:
+    assert played(tiny_model, command(tmp_path, "floods", reward="last_line")).reward == 0.5
+
+
+@pytest.mark.parametrize("before", [None, "example.org"])
+def test_a_proxy_for_the_outside_world_is_not_asked_for_this_machine(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        if before:
+            monkeypatch.setenv(name, before)
+    assert played(tiny_model, command(tmp_path, "post")).reward == 0.75
+    made = without_proxy({"no_proxy": "example.org", "OPENAI_BASE_URL": "http://10.0.0.7:80/v1"})
+    assert made["no_proxy"] == "example.org,localhost,127.0.0.1,::1,10.0.0.7"
+    assert made["NO_PROXY"] == "localhost,127.0.0.1,::1,10.0.0.7"
+
+
+def test_a_program_is_looked_up_where_it_will_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "bin" / "play"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nexit 0\n")
+    program.chmod(0o755)
+    for named in ({"command": "bin/play", "cwd": str(tmp_path)}, {"command": "./bin/play", "cwd": str(tmp_path)}):
+        assert asyncio.run(Agent(**named).run(Agent(**named).command, {}))[0] == 0
+    environment = {"PATH": f"{program.parent}:{os.environ['PATH']}"}
+    found = Agent("play", environment=environment)
+    assert asyncio.run(found.run(found.command, {}))[0] == 0
+    for wrong in ({"command": "bin/play"}, {"command": "play"}, {"command": str(program.parent / "none")}):
+        with pytest.raises(ConfigError, match=r"env\.args\.command: .* is no program"):
+            Agent(**wrong)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Agent("bin/play", cwd="~").command == ["bin/play"]
+
+
 def test_a_command_that_hangs_is_killed_with_what_it_started(tiny_model: Path, tmp_path: Path) -> None:
     env = command(tmp_path, "hang")
     trajectory = played(tiny_model, env, env={"episode_timeout_s": 3.0})
     assert trajectory.termination.reason == "time_limit"
-    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", SLEEP_S]]
+    assert not sleepers()
 
 
 WORKER = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -207,6 +208,44 @@ def test_without_bubblewrap_nothing_runs_unless_that_is_allowed(monkeypatch: pyt
     monkeypatch.setattr(sandbox, "namespaces", lambda: (None, "unshare is not installed"))
     with pytest.raises(ConfigError, match="unshare is not installed"):
         Sandbox(allow_unprotected=True)
+
+
+REFUSING = """#!{python} -S
+import os, sys
+given = sys.argv[1:]
+if "--version" in given:
+    print("bubblewrap 0.6.1")
+elif {refused!r} in given:
+    sys.exit("bwrap: Unknown option " + {refused!r})
+else:
+    os.execv({real!r}, [{real!r}, *given])
+"""
+
+
+@with_bubblewrap
+@pytest.mark.parametrize(
+    "refused", ["--size", "--perms", "--proc", "--info-fd", "--die-with-parent", "--cap-drop", None]
+)
+def test_a_bubblewrap_that_refuses_any_option_of_a_real_start_is_found_out_before(
+    refused: str | None, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = str(sandbox.bubblewrap()[0])
+    program = tmp_path / "bin" / "bwrap"
+    program.parent.mkdir()
+    program.write_text(REFUSING.format(python=sys.executable, refused=refused, real=real))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    sandbox.bubblewrap.cache_clear()
+    try:
+        if refused is None:
+            box = Sandbox(LIMITS)
+            box.own(folder)
+            assert asyncio.run(box.run("echo hi", folder)).output == b"hi\n"
+        else:
+            with pytest.raises(ConfigError, match=f"does not work here: bwrap: Unknown option {refused}"):
+                Sandbox(LIMITS)
+    finally:
+        sandbox.bubblewrap.cache_clear()
 
 
 def test_a_cancelled_script_is_ended(kind: str, folder: Path) -> None:

@@ -7,10 +7,12 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import IO, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from urllib.parse import urlsplit
 
 from sao.envs.protocol import check_choice
 from sao.errors import ConfigError, EnvironmentFailure
@@ -19,6 +21,7 @@ from sao.storage.parent_death import under_parent
 Start = Literal["episode", "once", "never"]
 RewardFrom = Literal["posted", "last_line"]
 _OUTPUT_BYTES, _ERROR_BYTES = 1 << 20, 2000  # that are kept of the program's output
+_REST_S = 1.0  # for what is left in its pipes when it has ended
 
 
 class Access(NamedTuple):
@@ -84,15 +87,22 @@ class Agent:
             raise ConfigError(f"env.args.command: {command!r}, expected {wanted}")
         if reward == "last_line" and start != "episode":
             raise ConfigError(f"env.args.reward: 'last_line' needs start = 'episode', it is {start!r}")
-        if self.command and shutil.which(self.command[0]) is None:
-            raise ConfigError(f"env.args.command: {self.command[0]!r} is no program in PATH")
-        if cwd is not None and not Path(cwd).is_dir():
+        self._cwd, self._more = Path(cwd or ".").expanduser().resolve(), dict(environment or {})
+        if not self._cwd.is_dir():
             raise ConfigError(f"env.args.cwd: {cwd}: no such folder")
+        if self.command:
+            self._check_program(self.command[0])
         if len(reward_range) != 2 or not all(isinstance(x, int | float) and math.isfinite(x) for x in reward_range):
             raise ConfigError(f"env.args.reward_range: {reward_range!r}, expected two numbers")
         self.reward_range = float(reward_range[0]), float(reward_range[1])
         self.start, self.reward, self.replayable = start, reward, replayable
-        self._cwd, self._more = cwd, dict(environment or {})
+
+    def _check_program(self, name: str) -> None:
+        """Looks a program up as it will be: in the folder and with the PATH that it will have."""
+        path = {**os.environ, **self._more}.get("PATH")
+        if shutil.which(self._cwd / name if "/" in name else name, path=path) is None:
+            where = f"from {self._cwd}" if "/" in name else "in PATH"
+            raise ConfigError(f"env.args.command: {name!r} is no program {where}")
 
     async def play(self, seed: int, split: str, access: Access) -> float | None:
         """See `AgentEnvironment`. Failures: `agent_start`, `agent_exit`, `bad_reward`."""
@@ -109,36 +119,86 @@ class Agent:
         Raises `EnvironmentFailure("agent_start")`.
         """
         try:
-            process = await asyncio.create_subprocess_exec(
-                *under_parent(parts, signal.SIGKILL),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
+            process = subprocess.Popen(
+                under_parent(parts, signal.SIGKILL),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 cwd=self._cwd,
-                env={**os.environ, **self._more, **variables},
+                env=without_proxy({**os.environ, **self._more, **variables}),
                 start_new_session=True,
             )
         except OSError as error:
             raise EnvironmentFailure("agent_start", f"{parts[0]}: {error}") from error
-        assert process.stdout is not None and process.stderr is not None
+        out, err = _Tail(_OUTPUT_BYTES), _Tail(_ERROR_BYTES)
         try:
-            out, err = await asyncio.gather(_tail(process.stdout, _OUTPUT_BYTES), _tail(process.stderr, _ERROR_BYTES))
-            return await process.wait(), out, err
+            for tail, pipe in ((out, process.stdout), (err, process.stderr)):
+                await tail.read(pipe)
+            await _ended(process.pid)
+            os.killpg(process.pid, signal.SIGKILL)  # the others of its session, which may hold its output open
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_REST_S):
+                    await out.complete.wait()
+                    await err.complete.wait()
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+            os.killpg(process.pid, signal.SIGKILL)
+            await _ended(process.pid)
+            code = process.wait()
+            out.close()
+            err.close()
+        return code, out.text, err.text
 
     async def close(self) -> None:
         """Nothing is held between calls."""
 
 
-async def _tail(stream: asyncio.StreamReader, n_bytes: int) -> str:
-    """Reads to the end; the last bytes of it."""
-    kept = b""
-    while chunk := await stream.read(1 << 16):
-        kept = (kept + chunk)[-n_bytes:]
-    return kept.decode(errors="replace").strip()
+class _Tail(asyncio.Protocol):
+    """The last bytes of a pipe. `complete`: nobody has its other end any more."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self._n_bytes, self._kept = n_bytes, b""
+        self._transport: asyncio.ReadTransport | None = None
+        self.complete = asyncio.Event()
+
+    async def read(self, pipe: IO[bytes] | None) -> None:
+        """Begins to read."""
+        self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: self, pipe)
+
+    def data_received(self, data: bytes) -> None:
+        self._kept = (self._kept + data)[-self._n_bytes :]
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self.complete.set()
+
+    @property
+    def text(self) -> str:
+        return self._kept.decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """Reads no more."""
+        if self._transport is not None:
+            self._transport.close()
+
+
+async def _ended(pid: int) -> None:
+    """Waits for the end of a child that nobody has waited for; not for that of its output, which others may hold."""
+    descriptor, ended = os.pidfd_open(pid), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+def without_proxy(environment: dict[str, str]) -> dict[str, str]:
+    """The environment with this machine and the API's host outside of any proxy that it names."""
+    api = urlsplit(environment.get("OPENAI_BASE_URL") or environment.get("SAO_AGENT_URL") or "").hostname
+    for name in ("no_proxy", "NO_PROXY"):
+        hosts = [host for host in environment.get(name, "").split(",") if host]
+        environment[name] = ",".join(dict.fromkeys([*hosts, "localhost", "127.0.0.1", "::1", *([api] if api else [])]))
+    return environment
 
 
 def _last_line(output: str) -> float:

@@ -59,22 +59,31 @@ class Outcome:
 @lru_cache(maxsize=1)
 def bubblewrap() -> tuple[str | None, str]:
     """(path of a `bwrap` that works here or None, its version or why there is none)."""
-    return _probe("bwrap", "Debian, Ubuntu: apt install bubblewrap", *_bwrap_flags(), "--ro-bind", "/", "/", "true")
+    with Path(os.devnull).open("wb") as info:
+        trial = _bwrap_arguments(Limits(), Path("/usr"), False, _trial(), info.fileno())
+        return _probe("bwrap", "Debian, Ubuntu: apt install bubblewrap", *trial, keep=(info.fileno(),))
 
 
 @lru_cache(maxsize=1)
 def namespaces() -> tuple[str | None, str]:
     """(path of an `unshare` that works here or None, its version or why there is none)."""
-    return _probe("unshare", "util-linux", *_unshare_flags(), "true")
+    return _probe("unshare", "util-linux", *_unshare_flags(), *_trial(), "/")
 
 
-def _probe(program: str, package: str, *trial: str) -> tuple[str | None, str]:
+def _trial() -> list[str]:
+    """A script that does nothing, started as every script is: what works for less may refuse an option of that."""
+    return _limited(Limits(), _UIDS[0] if _root() else None, "begun", "true")
+
+
+def _probe(program: str, package: str, *trial: str, keep: Sequence[int] = ()) -> tuple[str | None, str]:
     path = shutil.which(program)
     if path is None:
         return None, f"{program} is not installed ({package})"
     try:
         for arguments in (trial, ("--version",)):
-            done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=_PROBE_S, check=True)
+            done = subprocess.run(
+                [path, *arguments], capture_output=True, text=True, timeout=_PROBE_S, check=True, pass_fds=keep
+            )
     except (OSError, subprocess.SubprocessError) as error:
         return None, f"{path} does not work here: {getattr(error, 'stderr', None) or error}".strip()
     return path, done.stdout.strip()
@@ -161,30 +170,40 @@ class Sandbox:
         return Outcome(process.returncode, bytes(kept[len(mark) :]), timed_out, cut)
 
     def _command(self, folder: Path, writable: bool, mark: bytes, script: str, info_end: int) -> list[str]:
-        limits = self.limits
-        inner = [
-            *("prlimit", f"--cpu={limits.cpu_s}", f"--as={limits.memory_bytes}", f"--fsize={limits.file_bytes}"),
-            *(f"--nproc={limits.processes}", "--core=0", "--nofile=256", "--"),
-        ]
-        if self._uid is not None:
-            inner += ["setpriv", f"--reuid={self._uid}", f"--regid={self._uid}", "--clear-groups", "--no-new-privs"]
-            inner += ["--bounding-set=-all", "--inh-caps=-all", "--"]
-        # The mark tells a script that has begun from a sandbox that has not; the script itself never sees it.
-        inner += ["/bin/sh", "-c", f'cd "$2" && echo {mark.decode().strip()} && exec /bin/sh -c "$1"', "sh", script]
-        if self._bwrap is None:
-            assert self._unshare is not None
-            return [self._unshare, *_unshare_flags(), *inner, str(folder)]
-        system = [path for path in (*_SYSTEM, sys.base_prefix) if Path(path).exists()]
-        above = sorted({str(parent) for path in system for parent in Path(path).parents} - {"/"})  # else 0700, root's
-        return [
-            *(self._bwrap, *_bwrap_flags(), "--info-fd", str(info_end)),
-            *("--proc", "/proc", "--dev", "/dev", "--perms", "1777"),
-            *("--size", str(limits.tmp_bytes), "--tmpfs", "/tmp"),
-            *(part for path in above for part in ("--perms", "0755", "--dir", path)),
-            *(part for path in system for part in ("--ro-bind", path, path)),
-            *("--bind" if writable else "--ro-bind", str(folder), _INSIDE),
-            *("--chdir", "/", "--", *inner, _INSIDE),
-        ]
+        inner = _limited(self.limits, self._uid, mark.decode().strip(), script)
+        if self._bwrap is not None:
+            return [self._bwrap, *_bwrap_arguments(self.limits, folder, writable, inner, info_end)]
+        assert self._unshare is not None
+        return [self._unshare, *_unshare_flags(), *inner, str(folder)]
+
+
+def _limited(limits: Limits, uid: int | None, mark: str, script: str) -> list[str]:
+    """The command inside the namespaces; the script's folder is to come behind it.
+
+    The mark tells a script that has begun from a sandbox that has not; the script itself never sees it.
+    """
+    inner = [
+        *("prlimit", f"--cpu={limits.cpu_s}", f"--as={limits.memory_bytes}", f"--fsize={limits.file_bytes}"),
+        *(f"--nproc={limits.processes}", "--core=0", "--nofile=256", "--"),
+    ]
+    if uid is not None:
+        inner += ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs"]
+        inner += ["--bounding-set=-all", "--inh-caps=-all", "--"]
+    return [*inner, "/bin/sh", "-c", f'cd "$2" && echo {mark} && exec /bin/sh -c "$1"', "sh", script]
+
+
+def _bwrap_arguments(limits: Limits, folder: Path, writable: bool, inner: Sequence[str], info_end: int) -> list[str]:
+    system = [path for path in (*_SYSTEM, sys.base_prefix) if Path(path).exists()]
+    above = sorted({str(parent) for path in system for parent in Path(path).parents} - {"/"})  # else 0700, root's
+    return [
+        *(*_bwrap_flags(), "--info-fd", str(info_end)),
+        *("--proc", "/proc", "--dev", "/dev", "--perms", "1777"),
+        *("--size", str(limits.tmp_bytes), "--tmpfs", "/tmp"),
+        *(part for path in above for part in ("--perms", "0755", "--dir", path)),
+        *(part for path in system for part in ("--ro-bind", path, path)),
+        *("--bind" if writable else "--ro-bind", str(folder), _INSIDE),
+        *("--chdir", "/", "--", *inner, _INSIDE),
+    ]
 
 
 async def _start(
