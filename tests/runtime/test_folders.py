@@ -1,5 +1,7 @@
 """Private folders are private, found again when their owner was killed, and nobody else's are touched."""
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -47,28 +49,86 @@ def test_without_shared_memory_weights_go_to_the_run_folder(tmp_path, monkeypatc
         assert folders.stale() == []
 
 
-def dead_pid() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
+def test_weights_go_to_the_run_folder_where_shared_memory_is_too_small(tmp_path):
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    free = shutil.disk_usage(tmp_path).free
+    for needed, place in ((1, tmp_path / "shm"), (2 * free, run_folder)):
+        with folders.private(run_folder, needed) as private:
+            assert private.weights.parent == place
+
+
+OWNING = """
+import os, signal, sys
+from pathlib import Path
+from sao.storage import ownership
+ownership.own(Path(sys.argv[1]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def killed_owner(folder: Path) -> None:
+    subprocess.run([sys.executable, "-c", OWNING, str(folder)], check=False)
+    assert (folder / ownership.OWNER).is_file()
+
+
+def test_an_owner_is_alive_in_every_process_namespace(tmp_path):
+    """Where its number is nobody's, or somebody else's."""
+    begin = [
+        "unshare",
+        *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]),
+        "--pid",
+        "--fork",
+        "--mount-proc",
+    ]
+    if subprocess.run([*begin, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no permission for a process namespace")
+    ask = "import sys; from pathlib import Path; from sao.storage import ownership; print(ownership.owner(Path(sys.argv[1])))"
+
+    def asked() -> str:
+        done = subprocess.run(
+            [*begin, sys.executable, "-c", ask, str(tmp_path)], capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    with ownership.owned(tmp_path):
+        assert ownership.owner(tmp_path) == os.getpid() and asked() == str(os.getpid())
+    assert ownership.owner(tmp_path) is None
+    killed_owner(tmp_path)
+    assert ownership.owner(tmp_path) == 0 and asked() == "0"
+
+
+def test_where_files_cannot_be_locked_nobody_is_judged(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with ownership.owned(tmp_path):
+        assert ownership.owner(tmp_path) is None
+
+
+def test_a_folder_that_is_owned_again_stays_owned(tmp_path):
+    ownership.own(tmp_path)
+    with ownership.owned(tmp_path):
+        assert ownership.owner(tmp_path) == os.getpid()
+    assert not list(tmp_path.iterdir())
 
 
 def test_only_folders_of_dead_owners_are_stale(tmp_path):
     with folders.private(tmp_path) as alive:
         dead = tmp_path / "shm" / "sao-dead"
         dead.mkdir(mode=0o700)
-        (dead / ownership.OWNER).write_text(json.dumps({"pid": dead_pid(), "started_s": 0.0}))
-        reused = tmp_path / "sockets" / "sao-reused"  # its number now belongs to another process: us
-        reused.mkdir()
-        (reused / ownership.OWNER).write_text(json.dumps({"pid": os.getpid(), "started_s": 1.0}))
-        others = [tmp_path / "shm" / name for name in ("sao-without-owner", "sao-unreadable", "somebody-else")]
+        killed_owner(dead)
+        names = ("sao-without-owner", "sao-unreadable", "somebody-else", "sao-other-format")
+        others = [tmp_path / "shm" / name for name in names]
         for folder in others:
             folder.mkdir()
         (others[1] / ownership.OWNER).write_text("{")
-        (others[2] / ownership.OWNER).write_text(json.dumps({"pid": dead_pid(), "started_s": 0.0}))
+        killed_owner(others[2])
+        (others[3] / ownership.OWNER).write_text(json.dumps({"pid": 1, "started_s": 0.0}))
         (tmp_path / "shm" / "sao-link").symlink_to(others[2])
-        assert set(folders.stale()) == {dead, reused}
-        assert set(folders.remove_stale()) == {dead, reused}
+        assert folders.stale() == [dead]
+        assert folders.remove_stale() == [dead]
         assert folders.stale() == []
         assert all(folder.exists() for folder in [*others, alive.weights, alive.sockets])
 

@@ -286,7 +286,8 @@ def test_metrics_go_on_after_a_torn_line_and_lost_steps_do_not_count(tmp_path):
     assert not [r for r in surviving(records) if r["kind"] == "eval"]
 
 
-def test_a_dry_run_says_where_it_would_go_on_and_changes_nothing(run):
+def test_a_dry_run_says_where_it_would_go_on_and_changes_nothing(run, monkeypatch):
+    monkeypatch.setattr(preflight, "_tensors", lambda path: [])  # it is no real model
     with ledger_of(run) as ledger:
         for number in (1, 2):
             step(run, ledger, number, save=True)
@@ -296,6 +297,26 @@ def test_a_dry_run_says_where_it_would_go_on_and_changes_nothing(run):
     assert sorted(run.folder.rglob("*")) == before
     assert "--resume-step 1" in text and f"--checkpoint {run.folder.resolve()}/checkpoints/step-1" in text
     assert "# warning: " in text and "step-2: no manifest.json" in text
+
+
+def test_a_run_goes_on_with_a_copy_of_its_model_and_with_no_other(run, tmp_path):
+    run.folder.mkdir(parents=True, exist_ok=True)
+    configuration.save(run, run.folder / "config.json")
+    resume.remember_models(run, run.folder)
+    copy = Path(shutil.copytree(run.model.path, tmp_path / "copy"))
+
+    def faults(path: Path, **env: int) -> list[str]:
+        changed = {"model": {**run.model.model_dump(), "path": str(path)}, "env": {**run.env.model_dump(), **env}}
+        return resume.faults(configuration.parse({**run.model_dump(mode="json"), **changed}))
+
+    assert faults(copy) == faults(copy, concurrency=4, episode_timeout_s=600.0) == []
+    for name in ("tokenizer.json", "config.json", "model.safetensors"):
+        before = (copy / name).read_bytes()
+        (copy / name).write_bytes(before + b" ")
+        (fault,) = faults(copy)
+        assert fault.startswith(f"model.path: '{copy}' contradicts the run that is resumed")
+        (copy / name).write_bytes(before)
+    assert faults(copy, max_turns=99)[0].startswith("env.max_turns: 99 contradicts")
 
 
 def test_a_run_is_replaced_or_goes_on_but_not_both(run_file):

@@ -9,6 +9,7 @@ from pathlib import Path
 from sao.broker.server import Server
 from sao.config import load
 from sao.errors import ConfigError, Error
+from sao.storage.parent_death import heeded
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     except (Error, OSError) as error:
         logging.error("%s", error)
         return 2 if isinstance(error, ConfigError) else 1
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in heeded(signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda n, _frame: server.end(f"broker received {signal.Signals(n).name}"))
     try:
         server.run()

@@ -14,6 +14,7 @@ from pathlib import Path
 from sao.config import load
 from sao.errors import ConfigError, Error
 from sao.generator.worker import make_generator
+from sao.storage.parent_death import heeded
 
 DONE, FAILED, BAD_CONFIG = 0, 1, 2
 SWITCH_S = 0.0005  # the engine's thread gives up the lock at every tensor operation and would wait 5 ms to get it back
@@ -28,7 +29,7 @@ async def _run(arguments: argparse.Namespace) -> None:
     config = load(arguments.config or arguments.run_folder / "config.json")
     who = arguments.endpoint, arguments.name, arguments.incarnation
     generator = make_generator(config, *who, arguments.weights_folder, arguments.index)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in heeded(signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, generator.stop, signal.Signals(number).name)
     await generator.run()
 

@@ -33,10 +33,13 @@ class Private(NamedTuple):
 
 
 @contextmanager
-def private(run_folder: Path) -> Iterator[Private]:
-    """Makes the private folders and removes them at the end; weights go to the run folder without shared memory."""
+def private(run_folder: Path, weights_bytes: int = 0) -> Iterator[Private]:
+    """Makes the private folders and removes them at the end.
+
+    Weights go to the run folder where shared memory has less than `weights_bytes` free, or is not there.
+    """
     sockets = SOCKETS if os.access(SOCKETS, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
-    weights = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else run_folder
+    weights = SHARED_MEMORY if free_bytes(SHARED_MEMORY) > weights_bytes else run_folder
     with ExitStack() as stack:
         made = []
         for base in (sockets, weights):
@@ -45,6 +48,11 @@ def private(run_folder: Path) -> Iterator[Private]:
             own(folder)
             made.append(folder)
         yield Private(*made)
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that this user may write into a folder; 0 into one that is absent."""
+    return shutil.disk_usage(folder).free if os.access(folder, os.W_OK | os.X_OK) else 0
 
 
 def make_run_folder(folder: Path, *, overwrite: bool) -> None:

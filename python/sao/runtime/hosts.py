@@ -142,7 +142,7 @@ def _run(config: Config, places: launch.Places, make: Callable[[launch.Places], 
 
     for stale in folders.remove_stale():
         print(f"removed {stale}, left by a run that was killed", flush=True)
-    with folders.private(places.run_folder) as private, Family() as family:
+    with folders.private(places.run_folder, preflight.weights_bytes(config)) as private, Family() as family:
         command = make(replace(places, weights_folder=private.weights, store=private.sockets / "ranks"))
         child = family.start(command)
         with on_signals(end, signal.SIGALRM):

@@ -21,6 +21,7 @@ from sao.runtime import resume as resuming
 from sao.storage import model_folder
 from sao.telemetry import sinks
 from sao.transport.keys import SUPERVISOR, client_keys, server_keys
+from sao.transport.messages import KEPT_VERSIONS
 
 Role = Literal["run", "broker", "learner", "generator", "eval"]
 """The thing that is about to be started here: a whole run, a part of a run that goes on elsewhere, or an evaluation."""
@@ -52,8 +53,8 @@ def check(
     elif role in ("run", "broker") and (fault := folders.run_folder_fault(config.folder, overwrite=overwrite)):
         faults.append(fault)
     if not faults and role != "broker":
-        fatal, warned = _positions(config)
-        faults, warnings = [*faults, *fatal], [*warnings, *warned]
+        for fatal, warned in (_positions(config), *([_room(config)] if role in ("run", "learner") else [])):
+            faults, warnings = [*faults, *fatal], [*warnings, *warned]
         if thorough:
             faults += [f"model.path: {config.model.path}: {fault}" for fault in _tensors(config.model.path)]
     if faults:
@@ -113,6 +114,28 @@ def _model_folder(field: str, path: str) -> Iterator[str]:
         yield f"{field}: {fault}"
     if folder.is_dir() and not critic and not _has_chat_template(folder):
         yield f"{field}: {folder} has no chat template (chat_template.jinja, or in tokenizer_config.json)"
+
+
+def weights_bytes(config: Config) -> int:
+    """Bytes of the versions of the weights that exist at once: those that are kept, and one that is being written."""
+    item_bytes = {"float32": 4, "bfloat16": 2, "float64": 8}[config.model.dtype]
+    return (KEPT_VERSIONS + 1) * model_folder.weight_bytes(Path(config.model.path), item_bytes)
+
+
+def _room(config: Config) -> tuple[list[str], list[str]]:
+    """Faults and warnings of the room for weights: in shared memory, else in the run's folder."""
+    needed = weights_bytes(config)
+    if (shared := folders.free_bytes(folders.SHARED_MEMORY)) > needed:
+        return [], []
+    folder = config.folder.resolve()
+    here = folders.free_bytes(next(path for path in (folder, *folder.parents) if path.exists()))
+    text = (
+        f"{KEPT_VERSIONS + 1} versions of the weights need {needed / 1e6:.1f} MB, {folders.SHARED_MEMORY} has"
+        f" {shared / 1e6:.1f} MB"
+    )
+    if here <= needed:
+        return [f"run.dir: {text} and {config.folder} {here / 1e6:.1f} MB"], []
+    return [], [f"{text}: they go through {config.folder}, which is slower; a container gets more by --shm-size"]
 
 
 def _positions(config: Config) -> tuple[list[str], list[str]]:

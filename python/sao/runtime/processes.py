@@ -15,7 +15,7 @@ from typing import Self
 
 import psutil
 
-from sao.storage.parent_death import under_parent
+from sao.storage.parent_death import heeded, under_parent
 
 PR_SET_CHILD_SUBREAPER = 36
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -60,6 +60,14 @@ class Child(subprocess.Popen[bytes]):
         """`exit code 3` or `killed by SIGKILL`."""
         code: int = self.returncode
         return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time of it and of what it started, seconds; 0 when it has ended."""
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.pid)
+            return sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
+        return 0.0
 
     def last_lines(self, count: int = 15, at_most_bytes: int = 16384) -> str:
         """The last lines that this process wrote (not an earlier one with the same log)."""
@@ -123,9 +131,9 @@ class Family:
 def on_signals(handler: Callable[[int, FrameType | None], None], *more: int) -> Iterator[None]:
     """Within it the signals that end a process, and `more`, go to `handler`; before and after, where they went before.
 
-    Use it from the main thread only.
+    One that this process was started to ignore stays ignored. Use it from the main thread only.
     """
-    before = {number: signal.signal(number, handler) for number in (*ENDINGS, *more)}
+    before = {number: signal.signal(number, handler) for number in heeded(*ENDINGS, *more)}
     try:
         yield
     finally:

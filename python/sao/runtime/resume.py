@@ -6,6 +6,7 @@ agree; steps after the checkpoint are lost and their tasks are played again (the
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from sao.config import Config
 from sao.errors import CheckpointError, ConfigError, LedgerError
 from sao.storage import checkpoints, ownership
 from sao.storage.checkpoints import Checkpoint, Ordinals
+from sao.storage.model_folder import identity
 from sao.telemetry import sinks
 
 STARTS = "starts"  # how often the run was resumed; generators derive their random numbers from it
@@ -21,12 +23,14 @@ STARTS = "starts"  # how often the run was resumed; generators derive their rand
 MAY_CHANGE = {
     "run": {"name", "dir", "steps", "max_failures_in_a_row", "target_success", "restart_killed"},
     "model": {"activation_checkpointing", "attention"},
-    "env": {"step_timeout_s"},
+    "env": {"step_timeout_s", "episode_timeout_s", "concurrency"},
     "learner": {
         *("ranks", "threads", "row_tokens", "rows_per_micro_batch", "logprob_chunk_tokens", "offload_optimizer"),
         *("deterministic", "save_every_steps", "checkpoints_kept", "max_skipped_in_a_row"),
     },
 }
+MODELS = ("model.path", "learner.critic_path", "compaction.summariser")  # compared by their content
+IDENTITIES = "models.json"
 ALL_MAY_CHANGE = {"generator", "staleness", "buffer", "eval", "transport", "telemetry", "value_pretraining"}
 
 
@@ -57,13 +61,26 @@ def faults(config: Config) -> list[str]:
         return [f"run.name: {folder} holds no run (no readable config.json): there is nothing to resume"]
     if pid := ownership.owner(folder):
         return [f"run.name: {folder} is in use by process {pid}"]
+    models: dict[str, str] = {}
+    with suppress(OSError, ValueError):
+        models = json.loads((folder / IDENTITIES).read_text(encoding="utf-8"))
     found = []
     for section, values in config.model_dump(mode="json", exclude=ALL_MAY_CHANGE).items():
         for key, value in values.items():
             old = before.get(section, {}).get(key, value)
+            if f"{section}.{key}" in MODELS and value and models.get(f"{section}.{key}") == identity(Path(value)):
+                continue
             if old != value and key not in MAY_CHANGE.get(section, ()):
                 found.append(f"{section}.{key}: {value!r} contradicts the run that is resumed, which has {old!r}")
     return found
+
+
+def remember_models(config: Config, run_folder: Path) -> None:
+    """Writes down which models the run has, so that it may go on with a copy that lies elsewhere."""
+    paths = {"model.path": config.model.path, "learner.critic_path": config.learner.critic_path}
+    paths["compaction.summariser"] = config.compaction.summariser
+    models = {key: identity(Path(path)) for key, path in paths.items() if path and Path(path).is_dir()}
+    (run_folder / IDENTITIES).write_text(json.dumps(models, indent=2) + "\n", encoding="utf-8")
 
 
 def find(config: Config, run_folder: Path, *, tidy: bool = False) -> Resume:

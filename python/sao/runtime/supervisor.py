@@ -27,6 +27,7 @@ from sao.errors import Error
 from sao.runtime import launch
 from sao.runtime import resume as resuming
 from sao.runtime.processes import Child, Command, Family, on_signals
+from sao.storage import checkpoints
 from sao.storage.failpoints import failpoint
 from sao.transport import messages
 from sao.transport.client import Callbacks, Client
@@ -38,7 +39,9 @@ RESTARTS: Final = 3  # of one process within the window; one more ends the run
 RESTART_WINDOW_S: Final = 300.0
 START_S: Final = 60.0  # for the broker to answer
 GOODBYE_S: Final = 5.0  # between the broker's regular exit and its message that the run is done
-SAVE_S: Final = 600.0  # for the learner to write its last checkpoint after a regular end
+SAVE_S: Final = 600.0  # for the learner's last checkpoint, after its last sign of work
+BUSY: Final = 0.05  # share of a CPU from which a process counts as at work
+PROGRESS_S: Final = 10.0  # between two lines on what is waited for at the end
 STALL_S: Final = 120.0  # without a step; doubled at each report
 SNAPSHOT_S: Final = 5.0  # for the broker to say what is waited for
 TERMINATE_S: Final = 5.0  # between SIGTERM and SIGKILL, or transport.shutdown_s if that is less
@@ -336,7 +339,9 @@ class Supervisor:
         if self._ask_to_stop(reason.splitlines()[0]):
             if exit_code == EXIT_DONE:
                 last = "broker" if self._places.alone else "learner"  # a broker waits for a learner that is elsewhere
-                self._wait(lambda: not self._of_roles(last), SAVE_S, signals_before)
+                self._wait_for_checkpoint(last, SAVE_S, signals_before)
+            elif exit_code == EXIT_INTERRUPTED:
+                self._wait_for_checkpoint("learner", shutdown_s, signals_before)
             self._wait(lambda: not self._running, shutdown_s, signals_before)
         self._family.terminate()
         self._wait(lambda: not self._running, min(shutdown_s, TERMINATE_S), signals_before)
@@ -349,6 +354,26 @@ class Supervisor:
             self._client.call(messages.Stop(reason=reason))
             return True
         return False
+
+    def _wait_for_checkpoint(self, role: str, quiet_s: float, signals_before: int) -> None:
+        """Waits for the end of an actor for as long as it works: it computes, or a checkpoint is being written.
+
+        It is given up after `quiet_s` without a sign of work, `SAVE_S` where a write has begun: a disk may be slow.
+        """
+        folder, shown = self._places.run_folder / "checkpoints", time.monotonic()
+        worked, cpu_s, written = time.monotonic(), 0.0, checkpoints.being_written(folder)
+        while (waited_for := self._of_roles(role)) and self._signals <= signals_before:
+            self._wait_once()
+            now, before = time.monotonic(), (cpu_s, written)
+            cpu_s, written = sum(child.cpu_s for child in waited_for), checkpoints.being_written(folder)
+            if cpu_s - before[0] > BUSY * TICK_S or written != before[1]:
+                worked = now
+            if now - worked > (quiet_s if written is None else max(quiet_s, SAVE_S)):
+                break
+            if now - shown > PROGRESS_S:
+                shown = now
+                text = "ends its step" if written is None else f"writes its checkpoint: {written / 1e6:.1f} MB so far"
+                self._report("event", {"level": "info", "text": f"the {role} {text}"})
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float, signals_before: int) -> None:
         """Goes on with the inbox until the condition holds, the time is over or one more signal came."""

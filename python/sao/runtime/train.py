@@ -60,7 +60,8 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False, alon
         held.enter_context(ownership.owned(run_folder))
         texts = [] if found is None else resuming.begin(found, run_folder)
         configuration.save(config, run_folder / "config.json")
-        private = held.enter_context(folders.private(run_folder))
+        resuming.remember_models(config, run_folder)
+        private = held.enter_context(folders.private(run_folder, 0 if alone else preflight.weights_bytes(config)))
         monitor = held.enter_context(Monitor(config, run_folder, console))
         machine = {"sao": __version__, "python": sys.version.split()[0], "cpus": launch.available_cpus()}
         monitor.report("run", {**machine, "config": config.model_dump(mode="json")})
@@ -82,6 +83,11 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False, alon
     tell(f"run folder: {config.folder}", style="dim")
     if outcome.exit_code == EXIT_INTERRUPTED and config.run.task == "train":
         again = f"`sao broker {config.folder}`, and the learner with" if alone else "the same `sao train` with"
+        kept = max((int(path.name[5:]) for path in (run_folder / "checkpoints").glob("step-*")), default=0)
+        if supervisor.last_step > kept:
+            saved = f"the newest is of step {kept}" if kept else "there is none"
+            lost = f"steps {kept + 1} to {supervisor.last_step} are lost"
+            tell(f"the last checkpoint was not finished: {saved}; {lost}", style="bold yellow")
         tell(f"to go on: {again} --resume", style="dim")
     return outcome.exit_code
 

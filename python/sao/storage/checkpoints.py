@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -73,6 +74,16 @@ class Checkpoint:
     def state(self) -> Path:
         """The folder of the sharded tensors."""
         return self.path / STATE
+
+
+def being_written(checkpoints: Path) -> int | None:
+    """Bytes so far of checkpoints that are being written there, or None while there is none."""
+    drafts = list(checkpoints.glob(".step-*.part"))
+    written = 0
+    for path in (path for draft in drafts for path in draft.rglob("*")):
+        with suppress(FileNotFoundError):  # it has just got its final name
+            written += path.stat().st_size
+    return written if drafts else None
 
 
 class Draft:

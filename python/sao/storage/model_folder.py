@@ -7,6 +7,7 @@ with the architecture without reading a byte of weights; `load` does so again wh
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -23,6 +24,8 @@ CRITIC: Final = "critic.safetensors"  # a critic of ours: backbone and head
 _LFS: Final = b"version https://git-lfs.github.com/"
 _LEARNED_POSITIONS: Final = ("wpe", "embed_positions", "position_embedding", "position_embeddings")
 _LENGTHS: Final = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_seq_len")
+_IDENTITY: Final = ("config.json", "tokenizer*", "*token*map*", "chat_template*", "vocab*", "merges*", "*.safetensors")
+_SAMPLE_BYTES: Final = 1 << 24
 _SHOWN: Final = 3  # names in a message
 
 Shapes = dict[str, tuple[int, ...]]
@@ -131,6 +134,21 @@ def _absent(folder: Path, name: str) -> str:
 def weight_bytes(folder: Path, item_bytes: int) -> int:
     """Bytes of all tensors at `item_bytes` an element."""
     return item_bytes * sum(math.prod(shape) for shape in shapes(folder).values())
+
+
+def identity(folder: Path) -> str:
+    """32 hex digits over what makes a model: configuration, tokenizer, chat template, and of each file of weights its
+    size, beginning (names and shapes) and end. Equal for a copy elsewhere.
+    """
+    mark = hashlib.blake2b(digest_size=16)
+    for path in sorted(path for pattern in _IDENTITY for path in folder.glob(pattern)):
+        size = path.stat().st_size
+        mark.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            mark.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(file.tell(), size - _SAMPLE_BYTES))
+            mark.update(file.read())
+    return mark.hexdigest()
 
 
 def positions(folder: Path) -> tuple[int | None, bool]:

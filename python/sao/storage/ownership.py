@@ -1,24 +1,34 @@
 """Owners of folders: a file `owner` says whose a folder is, so that what a killed process left can be removed.
 
-An owner is a process: its number and its start time, since numbers come again.
+The owner holds a lock on that file. The kernel releases it with the process, whatever ended it, and knows it in every
+container that shares the folder; process numbers and clocks mean nothing there. Where files cannot be locked nobody is
+judged, and nothing is removed.
 """
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-import psutil
-
 PREFIX: Final = "sao-"  # how the names of such folders begin
 OWNER: Final = "owner"
+_held: dict[Path, int] = {}  # folders of this process -> descriptors that hold the locks
 
 
 def own(folder: Path) -> None:
-    """Writes who we are into the folder."""
-    (folder / OWNER).write_text(json.dumps({"pid": os.getpid(), "started_s": psutil.Process().create_time()}))
+    """Makes the folder ours until this process ends or disowns it. Its file appears locked."""
+    path = folder / OWNER
+    temporary = folder / f".{OWNER}-{os.getpid()}"
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with suppress(OSError):  # no locks on this file system: `owner` will not judge it
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.write(descriptor, json.dumps({"process": os.getpid()}).encode())
+    temporary.rename(path)
+    os.close(_held.pop(path, None) or os.dup(descriptor))
+    _held[path] = descriptor
 
 
 @contextmanager
@@ -33,16 +43,26 @@ def owned(folder: Path) -> Iterator[None]:
 
 def disown(folder: Path) -> None:
     """Removes the owner file."""
-    (folder / OWNER).unlink(missing_ok=True)
+    path = folder / OWNER
+    path.unlink(missing_ok=True)
+    if (descriptor := _held.pop(path, None)) is not None:
+        os.close(descriptor)
 
 
 def owner(folder: Path) -> int | None:
-    """Process id of the living owner, 0 of a dead one, None where there is no readable owner file."""
+    """Process id of the living owner (in its own container), 0 of a dead one, None where that cannot be known."""
     try:
-        owner = json.loads((folder / OWNER).read_text())
-        process = psutil.Process(int(owner["pid"]))
-        return process.pid if abs(process.create_time() - float(owner["started_s"])) < 1.0 else 0
-    except psutil.NoSuchProcess:
+        descriptor = os.open(folder / OWNER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        process = int(json.loads(os.read(descriptor, 1 << 12))["process"])
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return process
         return 0
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    finally:
+        os.close(descriptor)

@@ -24,6 +24,11 @@ def under_parent(argv: Sequence[str], number: int = signal.SIGTERM) -> list[str]
     return [sys.executable, "-IS", __file__, str(os.getpid()), str(int(number)), *argv]
 
 
+def heeded(*numbers: int) -> list[int]:
+    """Those of the signals that this process was not started to ignore: what `nohup` has set stays."""
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 def watch(pid: int, on_death: Callable[[], None]) -> None:
     """Calls `on_death` on a thread of its own when process `pid` has ended, at once if it is gone already.
 

@@ -15,6 +15,7 @@ from sao import _core
 
 MAX_FRAMES: Final = 1 << 16
 WEIGHTS_FILES: Final = "weights-*.safetensors"  # of all versions in a folder
+KEPT_VERSIONS: Final = 3  # of them
 
 Buffer = bytes | bytearray | memoryview
 Frames = Annotated[tuple[Any, ...], Meta(max_length=0)]  # of Buffer; they travel beside the body, never in it

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from sao.errors import WeightsError
 from sao.storage.failpoints import failpoint
-from sao.transport.messages import WEIGHTS_FILES, WeightsRef, weights_file
+from sao.transport.messages import KEPT_VERSIONS, WEIGHTS_FILES, WeightsRef, weights_file
 
 __all__ = ["WeightsRef", "fingerprint", "fit", "load", "publish"]
 
@@ -39,7 +39,9 @@ def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
     return whole.hexdigest()
 
 
-def publish(tensors: Mapping[str, torch.Tensor], folder: str | Path, version: int, keep: int = 3) -> WeightsRef:
+def publish(
+    tensors: Mapping[str, torch.Tensor], folder: str | Path, version: int, keep: int = KEPT_VERSIONS
+) -> WeightsRef:
     """Writes all tensors as version `version` into `folder` and deletes all but the newest `keep` versions.
 
     The file appears under its final name complete or not at all. Raises `WeightsError` if there is nothing to write, a
