@@ -83,7 +83,7 @@ def test_an_owner_is_alive_in_every_process_namespace(tmp_path):
     ]
     if subprocess.run([*begin, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no permission for a process namespace")
-    ask = "import sys; from pathlib import Path; from sao.storage import ownership; print(ownership.owner(Path(sys.argv[1])))"
+    ask = "import sys, pathlib; from sao.storage import ownership; print(ownership.owner(pathlib.Path(sys.argv[1])))"
 
     def asked() -> str:
         done = subprocess.run(
@@ -111,7 +111,7 @@ def test_a_folder_that_is_owned_again_stays_owned(tmp_path):
     ownership.own(tmp_path)
     with ownership.owned(tmp_path):
         assert ownership.owner(tmp_path) == os.getpid()
-    assert not list(tmp_path.iterdir())
+    assert not [path for path in tmp_path.iterdir() if path.is_file()]
 
 
 def test_only_folders_of_dead_owners_are_stale(tmp_path):

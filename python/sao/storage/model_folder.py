@@ -181,8 +181,9 @@ def load(path: str | Path, field: str = "model.path", **options: Any) -> Any:
     logging.disable_progress_bar()
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # its report of absent tensors is said here in one line
+    auto: Any = AutoModelForCausalLM
     try:
-        lm, report = AutoModelForCausalLM.from_pretrained(
+        lm, report = auto.from_pretrained(
             str(path),
             **options,
             local_files_only=True,

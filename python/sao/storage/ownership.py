@@ -27,7 +27,8 @@ def own(folder: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.write(descriptor, json.dumps({"process": os.getpid()}).encode())
     temporary.rename(path)
-    os.close(_held.pop(path, None) or os.dup(descriptor))
+    if (before := _held.get(path)) is not None:
+        os.close(before)
     _held[path] = descriptor
 
 
