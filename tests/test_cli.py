@@ -42,9 +42,10 @@ def test_without_a_command_help_is_shown():
     assert result.returncode == 2 and "Usage" in result.stdout + result.stderr
 
 
-def test_a_dry_run_prints_what_would_be_done_and_makes_nothing(run_file):
+def test_a_dry_run_prints_what_would_be_done_and_makes_nothing(run_file, tiny_model):
+    model = (f"model.path='{tiny_model}'", "sampling.context_tokens=512")
     before = everything_in(run_file.parent)
-    result = sao("train", run_file, "run.steps=33", "learner.ranks=2", "--dry-run")
+    result = sao("train", run_file, "run.steps=33", "learner.ranks=2", *model, "--dry-run")
     assert result.returncode == 0, result.stderr
     assert everything_in(run_file.parent) == before
     text, _, commands = result.stdout.partition("\n\n")
