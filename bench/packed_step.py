@@ -53,13 +53,15 @@ def padded_plan(lengths: np.ndarray, by_length: bool) -> SimpleNamespace:
 
 def run(how: str, idle: bool = False) -> None:
     from sao.learner import step
+    from sao.learner.attention import FLEX
+    from sao.learner.layout import Layout
     from sao.learner.plan import plan_segments
     from sao.learner.step import Learner
 
     if how.startswith("padded"):
         step.plan_segments = lambda lengths, *_, **__: padded_plan(lengths, how.endswith("sorted"))
     elif how != "packed":
-        step.plan_segments = lambda *bound, masked: plan_segments(*bound, masked=False)
+        step.plan_segments = lambda *bound, layout: plan_segments(*bound, layout=Layout(attention=FLEX))
     built: list[Any] = []
     make = step.micro_batches
     step.micro_batches = lambda *arguments: built.append(made := make(*arguments)) or made

@@ -39,13 +39,17 @@ class Oracle:
 
     def __init__(self, lm: Any, config: Config) -> None:
         self.config = config
+        lm.set_experts_implementation("eager")  # torch multiplies groups in 32 and 16 bits only
         self.lm = copy.deepcopy(lm).double()
-        self.backbone = copy.deepcopy(lm).double().base_model
+        body = copy.deepcopy(lm).double()
+        body = body.base_model if body.base_model is not body else body.model
+        self.backbone = getattr(body, "decoder", body)
         self.head = torch.nn.Linear(self.backbone.config.hidden_size, 1).double()
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
-        critic = [p for n, p in self.backbone.named_parameters() if "self_attn" not in n] + list(self.head.parameters())
         learner = config.learner
+        frozen = "self_attn" if learner.critic_frozen == "attention" else "nothing"
+        critic = [p for n, p in self.backbone.named_parameters() if frozen not in n] + list(self.head.parameters())
         options = {"betas": learner.betas, "weight_decay": learner.weight_decay}
         self.critic_parameters, self.policy_parameters = critic, list(self.lm.parameters())
         self.critic_adam = torch.optim.AdamW(critic, lr=learner.critic_lr, **options)
@@ -79,13 +83,15 @@ class Oracle:
                     local = gae(values, t.reward, algorithm.gamma, algorithm.lambda_critic)
                     targets.append(single(a + v for a, v in zip(local, values, strict=True)))
         segments = [(t, segment) for t in trajectories for segment in t.segments]
-        out = {}
+        out: dict[str, float] = {}
         for number in range(1, self.config.learner.critic_passes + 1):
             losses = [
                 ((self.value(segment) - torch.tensor(target, dtype=torch.float64)) ** 2).sum()
                 for (_, segment), target in zip(segments, targets, strict=True)
             ]
-            out[f"loss/critic_{number}"] = self._update(sum(losses) / total, self.critic_parameters, self.critic_adam)
+            loss = sum(losses) / total
+            found = self._update(loss, self.critic_parameters, self.critic_adam)
+            out[f"loss/critic_{number}"], out[f"critic/grad_norm_{number}"] = found
         losses = []
         for (t, segment), advantage in zip(segments, advantages, strict=True):
             logp = self.logprob(segment, t.temperature)
@@ -98,13 +104,15 @@ class Oracle:
                 fresh = version - int(stamps[position]) <= self.config.staleness.max_lag
                 if fresh and 1 - algorithm.eps_low < ratio < 1 + algorithm.eps_high:
                     losses.append(-ratio * advantage[index] * logp[index])
-        out["loss/policy"] = self._update(sum(losses) / total, self.policy_parameters, self.policy_adam)
+        found = self._update(sum(losses) / total, self.policy_parameters, self.policy_adam)
+        out["loss/policy"], out["policy/grad_norm"] = found
         out["tokens/trained"] = float(len(losses))
         return out
 
-    def _update(self, loss: torch.Tensor, parameters: list[Any], adam: torch.optim.Optimizer) -> float:
+    def _update(self, loss: torch.Tensor, parameters: list[Any], adam: torch.optim.Optimizer) -> tuple[float, float]:
+        """The loss and the norm of its gradient."""
         adam.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, self.config.learner.grad_clip)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.learner.grad_clip)
         adam.step()
-        return float(loss.detach())
+        return float(loss.detach()), float(norm)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from learner.architectures import make
 from learner.rollouts import make_config, make_segment, make_trajectory, random_batch
 from torch.distributed.tensor import DTensor
 
@@ -19,7 +20,7 @@ from sao.learner.step import Learner
 from sao.learner.world import World
 from sao.trajectory import Trajectory
 
-SCENARIOS = ("long-and-tiny", "idle", "five-long-one-short", "kept", "float32")
+SCENARIOS = ("long-and-tiny", "idle", "five-long-one-short", "kept", "float32", "hybrid")
 ONLY_TWO = ("poison", "disagree")
 ADVERSARIAL = ("budget-and-hundreds", "idle", "five-long-one-short")
 
@@ -65,7 +66,7 @@ def keep_gradients(learner: Learner) -> dict[str, torch.Tensor]:
 def run(scenario: str, model: Path, out: Path, world: World) -> None:
     settings = {"algorithm__denominator": "kept"} if scenario == "kept" else {}
     dtype = "float32" if scenario == "float32" else "float64"
-    if dtype == "float32":
+    if scenario in ("float32", "hybrid"):  # the states of a hybrid are float32, whatever its weights are
         settings = {"learner__policy_lr": 1e-4, "learner__critic_lr": 1e-4}
     if world.size == 4:  # what saves memory must not change a number either
         settings |= {"model__activation_checkpointing": True, "learner__logprob_chunk_tokens": 7}
@@ -73,6 +74,11 @@ def run(scenario: str, model: Path, out: Path, world: World) -> None:
     weights = out / "weights"
     if world.rank == 0:
         weights.mkdir(parents=True)
+    if scenario == "hybrid":  # rows of one segment, and experts
+        model = out / "model"
+        if world.rank == 0:
+            make("qwen3_next").save_pretrained(model)
+        world.agree("the model is there", 0)
     learner = Learner(make_config(model, model__dtype=dtype, **settings), world, weights)
     gradients = keep_gradients(learner) if scenario in ADVERSARIAL else {}
     report: dict[str, list] = {"steps": [], "skipped": [], "versions": [], "published": [], "error": []}

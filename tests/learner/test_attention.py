@@ -10,6 +10,7 @@ from sao.errors import ConfigError
 from sao.learner import attention
 from sao.learner.attention import FLASH, FLEX, SDPA, choose, mask
 from sao.learner.batch import flatten, micro_batches
+from sao.learner.layout import Layout
 from sao.learner.plan import plan_segments
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -49,17 +50,17 @@ def test_for_flash_attention_a_micro_batch_is_one_row_of_restarting_positions():
     plan = plan_segments(batch.lengths, 2, 64, 2)
     for rank in range(2):
         rows = micro_batches(batch, plan, rank, CPU)
-        flat = micro_batches(batch, plan, rank, CPU, FLASH)
+        flat = micro_batches(batch, plan, rank, CPU, Layout("positions", FLASH))
         assert len(rows) == len(flat) > 1
         for one, other in zip(rows, flat, strict=True):
-            assert other.attention_mask is None and other.token_ids.shape == (1, one.all_flat.numel() or 1)
+            assert "attention_mask" not in other.inputs and other.token_ids.shape == (1, one.all_flat.numel() or 1)
             for part in (one, other):  # the same tokens, each with its own position and its own state before
                 ids = batch.token_ids[part.all_flat.numpy()]
                 assert (part.token_ids[part.all_rows, part.all_columns].numpy() == ids).all()
                 assert (part.action_ids.numpy() == batch.token_ids[part.flat.numpy()]).all()
             assert set(one.flat.tolist()) == set(other.flat.tolist())
-            starts = np.flatnonzero(other.position_ids[0].numpy() == 0)
+            starts = np.flatnonzero(other.inputs["position_ids"][0].numpy() == 0)
             assert len(starts) == len(set(batch.segment_of_token[one.all_flat.numpy()])) or one.all_flat.numel() == 0
-            before = other.position_ids[0, other.state_columns]
+            before = other.inputs["position_ids"][0, other.state_columns]
             within = batch.segment_offsets[batch.segment_of_token[other.flat.numpy()]]
             assert (before.numpy() == other.flat.numpy() - within - 1).all()

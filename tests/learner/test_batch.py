@@ -29,7 +29,7 @@ def test_the_value_of_an_action_is_that_of_the_state_before_it(rng):
     trajectory = make_trajectory(rng, [make_segment(rng, [(5, 3)]), make_segment(rng, [(5, 3)])])
     for row_tokens in (8, 64):
         parts = build(flatten([trajectory], 0), row_tokens=row_tokens)[0]
-        seen = [part.position_ids[part.state_rows, part.state_columns] for part in parts]
+        seen = [part.inputs["position_ids"][part.state_rows, part.state_columns] for part in parts]
         assert torch.cat(seen).tolist() == [4, 5, 6, 4, 5, 6]
 
 
@@ -58,10 +58,10 @@ def test_positions_restart_and_attention_stays_inside_a_segment(rng):
         "position": np.array([0, 3]), "n_micro_batches": 1, "hash": plan.hash,
     })  # fmt: skip
     (part,) = micro_batches(batch, plan, 0, CPU)
-    assert part.position_ids.tolist() == [[0, 1, 2, 0, 1]]
+    assert part.inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
     block = torch.zeros(5, 5, dtype=torch.bool)
     block[:3, :3], block[3:, 3:] = torch.ones(3, 3).tril().bool(), torch.ones(2, 2).tril().bool()
-    assert torch.equal(part.attention_mask[0, 0], block)
+    assert torch.equal(part.inputs["attention_mask"][0, 0], block)
     assert list(zip(part.state_columns.tolist(), part.action_ids.tolist(), strict=True)) == [
         (1, int(batch.token_ids[2])),
         (3, int(batch.token_ids[4])),

@@ -9,7 +9,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen
 
 from sao.errors import ConfigError, ValidationError
 from sao.learner.batch import flatten, micro_batches
-from sao.learner.model import Critic, Policy, check_packing, freeze_attention, head_of, load_critic, load_policy
+from sao.learner.model import Critic, Policy, freeze_attention, head_of, load_critic, load_policy
 from sao.learner.plan import plan_segments
 from sao.learner.step import Learner
 from sao.learner.world import World
@@ -47,9 +47,8 @@ def run(model, part):
 
 def logits(policy, part):
     """Of the states that predict the action tokens."""
-    inputs = {"position_ids": part.position_ids, "attention_mask": part.attention_mask}
     with torch.no_grad():
-        output = policy.lm.base_model(input_ids=part.token_ids, **inputs, use_cache=False)
+        output = policy.lm.base_model(**part.inputs, use_cache=False)
         return head_of(policy.lm, output, output.last_hidden_state[part.state_rows, part.state_columns])
 
 
@@ -83,7 +82,7 @@ def test_chosen_logits_are_those_of_the_whole_model(models):
     (part,) = one_batch(random_batch(5, 6))
     lm = models["policy"].lm
     with torch.no_grad():
-        whole = lm(input_ids=part.token_ids, position_ids=part.position_ids, attention_mask=part.attention_mask).logits
+        whole = lm(**part.inputs).logits
     torch.testing.assert_close(logits(models["policy"], part), whole[part.state_rows, part.state_columns])
     assert whole.shape[:2] == part.token_ids.shape  # outside the wrapper the head is an ordinary head
 
@@ -99,47 +98,6 @@ def test_what_a_model_does_to_its_logits_after_the_head_is_kept():
     lm = Gemma2ForCausalLM(config)
     (part,) = one_batch(random_batch(5, 4))
     assert 0 < float(logits(Policy(lm), part).abs().max()) <= 0.01
-
-
-class TestProbe:
-    """`check_packing`: each half of the packing invariant is caught alone."""
-
-    def test_a_sound_model_passes(self):
-        check_packing(make_model(), 64, "model")
-
-    def test_a_model_that_ignores_the_mask_is_refused(self):
-        lm = make_model()
-        forward, whole = lm.base_model.forward, torch.arange(64)[None]
-
-        def blind(**arguments):  # positions of one long sequence too, or they would still mark the cut
-            arguments["position_ids"] = whole[:, : arguments["input_ids"].shape[1]]
-            return forward(**{**arguments, "attention_mask": None})
-
-        lm.base_model.forward = blind
-        with pytest.raises(ConfigError, match="packed segments see each other"):
-            check_packing(lm, 64, "model")
-
-    def test_a_model_that_ignores_restarting_positions_is_refused(self):
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        lm = GPT2LMHeadModel(GPT2Config(vocab_size=48, n_embd=32, n_layer=2, n_head=2, n_positions=64)).eval()
-        check_packing(lm, 64, "model")
-        forward = lm.base_model.forward
-        lm.base_model.forward = lambda **arguments: forward(**{**arguments, "position_ids": None})
-        with pytest.raises(ConfigError, match="packed segments see each other"):
-            check_packing(lm, 64, "model")
-
-    def test_a_window_shorter_than_the_context_is_refused(self):
-        from transformers import MistralConfig, MistralForCausalLM
-
-        config = MistralConfig(
-            vocab_size=48, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, sliding_window=16,
-        )  # fmt: skip
-        lm = MistralForCausalLM(config)
-        with pytest.raises(ConfigError, match="window of 16 tokens is below 64"):
-            check_packing(lm, 64, "model")
-        check_packing(lm, 16, "model")
 
 
 def test_attention_is_frozen_and_nothing_else(tiny_model):

@@ -9,6 +9,8 @@ from learner.rollouts import make_config, make_segment, make_trajectory
 
 from sao.errors import LearnerError
 from sao.learner import plan as planning
+from sao.learner.attention import FLEX
+from sao.learner.layout import Layout
 from sao.learner.plan import plan_segments
 from sao.learner.step import Learner
 from sao.learner.world import World
@@ -66,7 +68,9 @@ def test_every_segment_has_a_place_of_its_own_within_the_bound(lengths, ranks, r
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_classes_save_attention_where_it_counts_and_positions_where_it_does_not(seed, ranks):
     lengths = heavy_tailed(seed)
-    one = positions_and_pairs(lengths, plan_segments(lengths, ranks, 1024, 4, TINY, masked=False), ranks)
+    one = positions_and_pairs(
+        lengths, plan_segments(lengths, ranks, 1024, 4, TINY, layout=Layout(attention=FLEX)), ranks
+    )
     tiny = positions_and_pairs(lengths, plan_segments(lengths, ranks, 1024, 4, TINY), ranks)
     large = positions_and_pairs(lengths, plan_segments(lengths, ranks, 1024, 4, LARGE), ranks)
     assert tiny[1] < 0.75 * one[1] and tiny[0] < 1.35 * one[0]
@@ -77,7 +81,10 @@ def test_classes_save_attention_where_it_counts_and_positions_where_it_does_not(
 
 def test_equal_lengths_are_one_class():
     lengths = np.full(64, 20, dtype=np.int64)
-    several, one = plan_segments(lengths, 2, 128, 4, TINY), plan_segments(lengths, 2, 128, 4, TINY, masked=False)
+    several, one = (
+        plan_segments(lengths, 2, 128, 4, TINY),
+        plan_segments(lengths, 2, 128, 4, TINY, layout=Layout(attention=FLEX)),
+    )
     assert several.hash == one.hash and (several.row == one.row).all()
 
 

@@ -75,6 +75,10 @@ def test_two_ranks_follow_one_over_eight_float32_steps(launch):
     agree(launch("float32", 1), launch("float32", 2), 1e-5)
 
 
+def test_two_ranks_follow_one_where_a_row_holds_one_segment(launch):
+    agree(launch("hybrid", 1), launch("hybrid", 2), 1e-5)
+
+
 def test_a_process_group_of_one_is_the_learner_without_any(launch, tiny_model):
     from learner.ranks_program import batches
     from learner.rollouts import make_config

@@ -15,11 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import transformers
 
 from sao.engines.base import Completion, Engine, EngineStats, Flight, Request
 from sao.engines.decoder import Decoder, Ended, weights_of
+from sao.engines.positions import probe_tokens, scalings
 from sao.errors import ClosedError, EngineError, Error
 from sao.storage import model_folder
 from sao.transport import weights
@@ -31,14 +33,59 @@ T = TypeVar("T")
 def load_model(path: str | Path) -> transformers.PreTrainedModel:
     """A causal language model in float32 from a local folder, from safetensors only.
 
-    Raises `ConfigError` for a folder that is none, `EngineError` for layers other than dense full attention (sliding
-    windows and recurrent layers keep state that the slot cache does not hold).
+    Raises `ConfigError` for a folder that is none.
     """
-    model = model_folder.load(path, dtype=torch.float32, attn_implementation="sdpa")
-    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise EngineError(f"model.path: {path}: layer types {sorted(kinds)}; the torch engine has full_attention only")
-    return model
+    return model_folder.load(path, dtype=torch.float32)
+
+
+def check_decoder(model: transformers.PreTrainedModel, context_tokens: int, path: str | Path) -> None:
+    """Refuses a model that the decoder cannot sample from as it scores (`EngineError`), found by sampling some tokens.
+
+    The decoder keeps keys and values of all positions: no state, no window below the context, no scaling that changes
+    while a sequence grows.
+    """
+    for kind, n, _ in scalings(model):
+        if context_tokens > n:
+            raise EngineError(
+                f"model.path: {path}: {kind} scales positions anew beyond {n} tokens, which keys that are kept cannot"
+                f" follow: use sampling.context_tokens = {n} at most"
+            )
+    length = max(1, probe_tokens(model, context_tokens) - 2)
+    for draw in range(2):  # rounding may swap two experts of equal score; what is wrong is wrong every time
+        rng = np.random.default_rng(draw)
+        vocabulary = model.config.get_text_config().vocab_size
+        prompts = [rng.integers(1, vocabulary, min(size, length)).astype(np.int32) for size in (5, length)]
+        try:
+            gap = _gap(model, [Request(str(n), str(n), ids, 2, 1.0, (), seed=n) for n, ids in enumerate(prompts)])
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # of its own kind of cache
+            gap, reason = np.inf, f"{type(error).__name__}: {error}"
+        else:
+            reason = f"log-probs differ by {gap:.1e}"
+        if gap < 1e-3:
+            return
+    raise EngineError(
+        f"model.path: {path}: the torch engine keeps keys and values of full attention only, and {type(model).__name__}"
+        f" needs more ({reason}): use generator.engine = 'vllm'"
+    )
+
+
+def _gap(model: transformers.PreTrainedModel, requests: list[Request]) -> float:
+    """Largest distance of log-probs that the decoder gives from those of the model alone."""
+    decoder = Decoder(model, len(requests), max(request.prompt_ids.size for request in requests) + 2, 0)
+    decoder.waiting.extend(requests)
+    gap, ended = 0.0, []
+    while decoder.busy:
+        ended += decoder.step()
+    for request, completion in ended:
+        if not isinstance(completion, Completion):
+            return float("inf")
+        ids = torch.from_numpy(np.concatenate([request.prompt_ids, completion.token_ids]).astype(np.int64))
+        with torch.inference_mode():
+            logprobs = model(input_ids=ids[None], use_cache=False).logits[0].float().log_softmax(-1)
+        start = request.prompt_ids.size
+        expected = logprobs[start - 1 : -1].gather(1, ids[start:, None])[:, 0]
+        gap = max(gap, float((torch.from_numpy(completion.logprobs) - expected).abs().max()))
+    return gap
 
 
 class TorchEngine(Engine):
@@ -131,6 +178,7 @@ class TorchEngine(Engine):
 
     def _load(self) -> tuple[Decoder, str]:
         model = load_model(self._path).requires_grad_(False)
+        check_decoder(model, self._context, self._path)
         return Decoder(model, self._slots, self._context, self._seed), weights.fingerprint(weights_of(model)[0])
 
     def _add(self, decoder: Decoder, request: Request) -> None:

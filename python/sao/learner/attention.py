@@ -6,7 +6,7 @@
 | `flex_attention` | a block mask of the same rule; nothing of size length^2 | GPUs (no gradients on the CPU) |
 | `flash_attention_2` | position ids that restart: all rows are one, without a mask | GPUs, `flash_attn`, bfloat16 |
 
-Whatever is chosen, `model.check_packing` probes it with the real weights on the real device before training starts.
+Whatever is chosen, `layout.find_layout` probes it with the real weights on the real device before training starts.
 """
 
 import importlib.util
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sao.config import Config
 
 SDPA, FLEX, FLASH = "sdpa", "flex_attention", "flash_attention_2"
+EAGER = "eager"  # a model's own code, where it can do no other; never asked for
 
 
 def available(device: torch.device) -> list[str]:

@@ -3,10 +3,9 @@
 A batch is laid out flat: all segments of all trajectories, one after another. Every token has one flat index; values,
 advantages and targets are arrays over that index, so a micro-batch only needs to know which flat tokens it holds.
 
-A row holds several segments. Position ids restart at 0 in each, and attention is an explicit boolean matrix, causal and
-block-diagonal, so a segment sees itself and nothing else. The log-prob of the token at position k comes from the logits
-at k - 1, and its value is the critic's output at k - 1: the state before the token. k - 1 is in the same segment, since
-a segment never begins with a sampled token.
+A row holds one segment or several, and a segment sees itself and nothing else: see `layout`. The log-prob of the token
+at position k comes from the logits at k - 1, and its value is the critic's output at k - 1: the state before the token.
+k - 1 is in the same segment, since a segment never begins with a sampled token.
 """
 
 import zlib
@@ -21,11 +20,9 @@ from numpy.typing import NDArray
 
 from sao import _core
 from sao.errors import ValidationError
-from sao.learner.attention import FLASH, SDPA, mask
+from sao.learner.layout import Layout
 from sao.learner.plan import Plan
 from sao.trajectory import Trajectory
-
-_PADDING = -1  # segment number of positions that hold no token
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,11 +71,9 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """R packed rows of L positions, and the n action tokens in them, on the rank's device."""
+    """R rows of L positions, and the n action tokens in them, on the rank's device."""
 
-    token_ids: torch.Tensor  # int64[R, L]
-    position_ids: torch.Tensor  # int64[R, L], restarting at 0 in every segment
-    attention_mask: Any  # what keeps segments apart, see `attention.mask`; bool[R, 1, L, L] for sdpa
+    inputs: dict[str, Any]  # what the backbone takes, see `Layout.inputs`
     state_rows: torch.Tensor  # int64[n], row of the state before each action token
     state_columns: torch.Tensor  # int64[n], its position
     action_ids: torch.Tensor  # int64[n]
@@ -91,10 +86,10 @@ class MicroBatch:
     all_flat: torch.Tensor  # int64[m]
 
     @property
-    def inputs(self) -> dict[str, Any]:
-        """What the backbone of a transformers model takes."""
-        names = {"input_ids": self.token_ids, "position_ids": self.position_ids, "attention_mask": self.attention_mask}
-        return {**names, "use_cache": False}
+    def token_ids(self) -> torch.Tensor:
+        """int64[R, L]."""
+        ids: torch.Tensor = self.inputs["input_ids"]
+        return ids
 
 
 def flatten(
@@ -172,13 +167,16 @@ def _turn_rewards(
     return np.array(positions, dtype=np.int64), np.array(rewards, dtype=np.float32)
 
 
-def micro_batches(batch: Batch, plan: Plan, rank: int, device: torch.device, attention: str = SDPA) -> list[MicroBatch]:
-    """Builds this rank's micro-batches for an implementation of attention; all ranks get the same number.
+def micro_batches(
+    batch: Batch, plan: Plan, rank: int, device: torch.device, layout: Layout | None = None
+) -> list[MicroBatch]:
+    """Builds this rank's micro-batches for a layout of rows; all ranks get the same number.
 
     A rank without work in a micro-batch gets one row of padding and no action token: it takes part in every collective
     and adds zero to every sum.
     """
-    temperatures, built = batch.temperatures[batch.trajectory_of_token], []
+    layout, built = layout or Layout(), []
+    temperatures = batch.temperatures[batch.trajectory_of_token]
 
     def put(array: NDArray[Any]) -> torch.Tensor:
         kind = torch.float32 if array.dtype.kind == "f" else torch.int64
@@ -188,27 +186,19 @@ def micro_batches(batch: Batch, plan: Plan, rank: int, device: torch.device, att
         segments = np.flatnonzero((plan.rank == rank) & (plan.micro_batch == index))
         starts, lengths = batch.segment_offsets[:-1][segments], batch.lengths[segments]
         ends = np.cumsum(lengths)
-        if attention == FLASH:  # one row: position ids are all that says where a segment begins
+        if layout.one_row:
             rows, places = np.zeros_like(segments), ends - lengths
         else:
             rows = np.unique(plan.row[segments], return_inverse=True)[1]
             places = plan.position[segments].astype(np.int64)
-        shape = (int(rows.max(initial=0)) + 1, int((places + lengths).max(initial=1)))
         # Index arithmetic over all tokens of the group at once: which flat token goes to which row and column.
         within = np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths)
         flat = np.repeat(starts, lengths) + within
         row, column = np.repeat(rows, lengths), np.repeat(places, lengths) + within
-        token_ids, position_ids = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        owner = np.full(shape, _PADDING, dtype=np.int64)
-        token_ids[row, column] = batch.token_ids[flat]
-        position_ids[row, column] = within
-        owner[row, column] = np.repeat(segments, lengths)
         action = batch.action_mask[flat]
         chosen = flat[action]
         part = MicroBatch(
-            token_ids=put(token_ids),
-            position_ids=put(position_ids),
-            attention_mask=mask(put(owner), attention),
+            inputs=layout.inputs(batch.token_ids[flat], lengths, rows, places, int(batch.token_ids[0]), device),
             state_rows=put(row[action]),
             state_columns=put(column[action] - 1),
             action_ids=put(batch.token_ids[chosen]),

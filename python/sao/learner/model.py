@@ -1,7 +1,7 @@
 """Policy and critic: a causal language model with its head, and the same backbone with a scalar head.
 
-Both read packed rows through an explicit attention mask and compute their head only at the positions asked for.
-Dropout is off: what is scored must be what was sampled. A model that cannot keep packed segments apart is refused.
+Both read rows of segments, laid out as `layout` finds it exact for the model, and compute their head only at the
+positions asked for. Dropout is off: what is scored must be what was sampled.
 """
 
 import re
@@ -19,8 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from sao.algorithms.logprob import score
 from sao.config import Config
 from sao.errors import ConfigError, WeightsError
-from sao.learner.attention import FLASH, SDPA, choose, mask
+from sao.learner.attention import EAGER, SDPA, choose
+from sao.learner.backbone import body_of, head_of
 from sao.learner.batch import MicroBatch
+from sao.learner.layout import Layout, find_layout
 from sao.learner.world import World
 from sao.storage import model_folder
 
@@ -36,9 +38,9 @@ _MIXER_CLASS = re.compile(r"(Attention|Attn|Mixer|DeltaNet|ShortConv)(2D|Block)?
 class Policy(nn.Module):
     """A causal language model that scores the action tokens of a micro-batch."""
 
-    def __init__(self, lm: Any) -> None:
+    def __init__(self, lm: Any, layout: Layout | None = None) -> None:
         super().__init__()
-        self.lm = lm.eval()
+        self.lm, self.layout = lm.eval(), layout or Layout()
         self.vocabulary = int(lm.get_input_embeddings().weight.shape[0])  # token ids that it knows
 
     def forward(
@@ -51,36 +53,18 @@ class Policy(nn.Module):
         rows, columns, ids, temperatures = batch.state_rows, batch.state_columns, batch.action_ids, batch.temperatures
         if chosen is not None:
             rows, columns, ids, temperatures = rows[chosen], columns[chosen], ids[chosen], temperatures[chosen]
-        output = self.lm.base_model(**batch.inputs)
+        output = body_of(self.lm)(**batch.inputs, use_cache=False)
         hidden = output.last_hidden_state[rows, columns]
         head = partial(head_of, self.lm, output)
         return score(head, hidden, token_ids=ids, temperatures=temperatures, chunk_tokens=chunk_tokens)
 
 
-def head_of(lm: Any, output: Any, states: Tensor) -> Tensor:
-    """Logits [n, vocabulary] of hidden states [n, width]: the model's own code behind its backbone.
-
-    Positions are chosen in front of the head, so that nothing of vocabulary size is computed for context, and whatever
-    a model does to its logits afterwards (scaling, soft caps) still happens. `output` is what the backbone returned.
-    """
-    body = lm.base_model
-    answer = type(output)(**{**output, "last_hidden_state": states[None]})
-    before = body.__dict__.get("forward")
-    body.forward = lambda *_, **__: answer
-    try:
-        return lm(input_ids=states.new_zeros(1, states.shape[0], dtype=torch.int64), use_cache=False).logits[0]
-    finally:
-        del body.forward
-        if before is not None:
-            body.forward = before
-
-
 class Critic(nn.Module):
     """The backbone of a language model with a linear scalar head (with bias), zero until it is trained."""
 
-    def __init__(self, backbone: Any) -> None:
+    def __init__(self, backbone: Any, layout: Layout | None = None) -> None:
         super().__init__()
-        self.backbone = backbone.eval()
+        self.backbone, self.layout = backbone.eval(), layout or Layout()
         self.vocabulary = int(backbone.get_input_embeddings().weight.shape[0])  # token ids that it knows
         first = next(backbone.parameters())
         self.head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, device=first.device, dtype=first.dtype)
@@ -89,14 +73,14 @@ class Critic(nn.Module):
 
     def forward(self, batch: MicroBatch, rows: Tensor, columns: Tensor) -> Tensor:
         """Values [m], float32 or better, of the states that end at positions (rows[i], columns[i])."""
-        hidden = self.backbone(**batch.inputs).last_hidden_state
+        hidden = self.backbone(**batch.inputs, use_cache=False).last_hidden_state
         values = self.head(hidden[rows, columns]).squeeze(-1).clone()  # FSDP hooks do not like views
         return values if values.dtype == torch.float64 else values.float()
 
 
 def load_policy(config: Config, world: World) -> Policy:
-    """Loads `model.path` as a sharded policy. Raises `ConfigError` if it cannot be loaded or packed."""
-    return shard(Policy(_load(config, config.model.path, world, "model.path")), config, world)
+    """Loads `model.path` as a sharded policy. Raises `ConfigError` if it cannot be loaded, or no layout is exact."""
+    return shard(Policy(*_load(config, config.model.path, world, "model.path")), config, world)
 
 
 def load_critic(config: Config, world: World) -> Critic:
@@ -109,7 +93,8 @@ def load_critic(config: Config, world: World) -> Critic:
     source = Path(critic_path or config.model.path)
     trained = critic_path is not None and (source / CRITIC_FILE).exists()
     field = "learner.critic_path" if critic_path else "model.path"
-    critic = Critic(_load(config, source, world, field, weights=not trained).base_model)
+    lm, layout = _load(config, source, world, field, weights=not trained)
+    critic = Critic(body_of(lm), layout)
     if trained:
         try:
             critic.load_state_dict(load_file(source / CRITIC_FILE))
@@ -135,42 +120,6 @@ def freeze_attention(backbone: nn.Module) -> list[str]:
                 parameter.requires_grad_(False)
                 frozen.append(f"{name}.{inner}")
     return sorted(set(frozen))
-
-
-def check_packing(lm: Any, context_tokens: int, path: str | Path, attention: str = SDPA) -> None:
-    """Refuses a model in which one packed segment can see another (`ConfigError`): a probe with real weights.
-
-    A sliding window shorter than `context_tokens` is refused too, since the explicit mask would widen it.
-    """
-    text = lm.config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or [])
-    window = getattr(text, "sliding_window", None)
-    slides = "sliding_attention" in kinds or (not kinds and getattr(text, "use_sliding_window", window is not None))
-    if slides and window is not None and window < context_tokens:
-        raise ConfigError(f"model.path: {path}: attention window of {window} tokens is below {context_tokens} in use")
-    vocabulary = text.vocab_size
-    first, second = [t % vocabulary for t in (5, 9, 2, 7)], [t % vocabulary for t in (3, 8, 1, 6, 4)]
-    device = next(lm.parameters()).device
-
-    def last(before: list[int]) -> Tensor:
-        """States of the second segment behind another one, or alone."""
-        positions = torch.tensor([[*range(len(before)), *range(len(second))]], device=device)
-        owner = torch.tensor([[0] * len(before) + [1] * len(second)], device=device)
-        ids = torch.tensor([before + second], device=device)
-        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask(owner, attention)}
-        return lm.base_model(**inputs, use_cache=False).last_hidden_state[0, -len(second) :].double()
-
-    # Flash attention computes in bfloat16 only, and the parameters are float32 outside of FSDP.
-    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=attention == FLASH):
-        alone, packed, other = last([]), last(first), last([(t + 1) % vocabulary for t in first])
-    # Not to the bit: which tokens an expert computes together rounds the others' results differently.
-    tolerance = 1e-4 if lm.dtype in (torch.float32, torch.float64) and attention == SDPA else 0.1
-    size = alone.abs().max().clamp(min=1e-9)
-    gap, leak = float((alone - packed).abs().max() / size), float((packed - other).abs().max() / size)
-    if not max(gap, leak) < tolerance:
-        raise ConfigError(
-            f"model.path: {path}: {type(lm).__name__} lets packed segments see each other (gap {max(gap, leak):.1e})"
-        )
 
 
 def linear_cost(model: Policy | Critic) -> float:
@@ -224,15 +173,23 @@ def _layers(model: nn.Module) -> list[Any]:
     return [layer for group, layers in zip(groups, named, strict=True) if layers for layer in group]
 
 
-def _load(config: Config, path: str | Path, world: World, field: str, *, weights: bool = True) -> Any:
-    """The causal language model of a folder, checked, on the rank's device; without `weights` as its config.json says.
+def _load(config: Config, path: str | Path, world: World, field: str, *, weights: bool = True) -> tuple[Any, Layout]:
+    """The causal language model of a folder on the rank's device, and its layout; without `weights` a random one.
 
-    Raises `ConfigError` if it cannot be loaded or packed.
+    Raises `ConfigError` if it cannot be loaded, or no layout is exact.
     """
-    attention = choose(config, world.device)
+    load, wanted = model_folder.load if weights else model_folder.empty, choose(config, world.device)
     held = torch.float32 if config.model.dtype == "bfloat16" else DTYPES[config.model.dtype]
-    options: dict[str, Any] = {"dtype": held, "attn_implementation": attention}
-    lm = model_folder.load(path, field, **options) if weights else model_folder.empty(path, field, **options)
+    # Not every model can do with what its device can; only `auto` may be another one.
+    for attention in dict.fromkeys([wanted, SDPA, EAGER] if config.model.attention == "auto" else [wanted]):
+        try:
+            lm = load(path, field, dtype=held, attn_implementation=attention)
+            break
+        except ConfigError as error:
+            if attention == EAGER or config.model.attention != "auto" or "does not support" not in str(error):
+                raise
     lm.eval().to(world.device)
-    check_packing(lm, config.sampling.context_tokens, path, attention)
-    return lm
+    lm.config.output_router_logits = False  # of mixtures of experts: no loss of theirs is used
+    if held == torch.float64:
+        lm.set_experts_implementation("eager")  # torch multiplies groups in 32 and 16 bits only
+    return lm, find_layout(lm, config.sampling.context_tokens, path, config.generator.engine)

@@ -29,7 +29,6 @@ from sao.algorithms.advantage import whiten
 from sao.algorithms.baselines import group_advantages, window_advantages
 from sao.config import Config
 from sao.errors import LearnerError
-from sao.learner.attention import SDPA, choose
 from sao.learner.batch import Batch, flatten, micro_batches
 from sao.learner.critic_update import CriticUpdate
 from sao.learner.export import full_tensors
@@ -74,20 +73,20 @@ class Learner:
     def __init__(self, config: Config, world: World | None = None, weights_folder: Path | None = None) -> None:
         """Loads policy and critic from `config.model.path`. Without a `weights_folder` nothing is published.
 
-        Raises `ConfigError` if the model cannot be loaded or packed.
+        Raises `ConfigError` if the model cannot be loaded, or no layout of rows is exact.
         """
         self.config, self.world, self.weights_folder = config, world or World.alone(), weights_folder
         self.announce: Callable[[WeightsRef], WeightsRef] = lambda ref: ref  # called with each version's file
         torch.set_num_threads(config.learner.threads)
         torch.use_deterministic_algorithms(config.learner.deterministic)
         torch.manual_seed(config.run.seed)
-        self._attention = choose(config, self.world.device)
         self._policy_update = PolicyUpdate(config, self.world) if config.run.task == "train" else None
         self.critic_update = CriticUpdate(config, self.world) if config.algorithm.has_critic else None
         self.critic = None if self.critic_update is None else self.critic_update.model
         updates = {"policy": self._policy_update, "critic": self.critic_update}
         models = [update.model for update in updates.values() if update is not None]
         self.optimizers = {name: update.optimizer for name, update in updates.items() if update is not None}
+        self._layout = models[0].layout.both(models[-1].layout)
         self._vocabulary = min(model.vocabulary for model in models)
         self._linear_cost = linear_cost(models[-1])
         self.baseline_state: dict[str, Any] = {"all": [], "tasks": []}  # of an estimator without a critic
@@ -132,9 +131,9 @@ class Learner:
         summaries = config.compaction.train_summaries
         batch = flatten(trajectories, self.version, summaries=summaries, vocabulary=self._vocabulary)
         bounds = (world.size, config.learner.row_tokens, config.learner.rows_per_micro_batch)
-        plan = plan_segments(batch.lengths, *bounds, self._linear_cost, masked=self._attention == SDPA)
+        plan = plan_segments(batch.lengths, *bounds, self._linear_cost, layout=self._layout)
         world.agree("batch and plan", int(plan.hash) ^ batch.checksum())
-        micro = micro_batches(batch, plan, world.rank, world.device, self._attention)
+        micro = micro_batches(batch, plan, world.rank, world.device, self._layout)
         work = Work(batch, plan, micro)
         work.metrics.update(describe(trajectories, batch, config.env.success_reward))
         work.seconds["plan"] = time.perf_counter() - began

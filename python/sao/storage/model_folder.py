@@ -171,7 +171,7 @@ def load(path: str | Path, field: str = "model.path", **options: Any) -> Any:
     for a folder that cannot be loaded, and for tensors that are absent, of another shape or left over.
     """
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     try:
@@ -181,9 +181,8 @@ def load(path: str | Path, field: str = "model.path", **options: Any) -> Any:
     logging.disable_progress_bar()
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # its report of absent tensors is said here in one line
-    auto: Any = AutoModelForCausalLM
     try:
-        lm, report = auto.from_pretrained(
+        lm, report = _auto(AutoConfig.from_pretrained(str(path), local_files_only=True)).from_pretrained(
             str(path),
             **options,
             local_files_only=True,
@@ -202,27 +201,37 @@ def load(path: str | Path, field: str = "model.path", **options: Any) -> Any:
 
 def empty(path: str | Path, field: str = "model.path", **options: Any) -> Any:
     """A causal language model as the folder's `config.json` says, with random weights. Raises `ConfigError`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(str(path), local_files_only=True)
-        return AutoModelForCausalLM.from_config(config, **options)
+        return _auto(config).from_config(config, **options)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"{field}: {path}: cannot be loaded: {error}") from error
+
+
+def _auto(config: Any) -> Any:
+    """What makes the model of a configuration; of images and text the text part, where there is a class for that."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    causal: Any = AutoModelForCausalLM
+    return causal if type(config) in causal._model_mapping else AutoModelForImageTextToText
 
 
 def tensor_faults(folder: Path) -> list[str]:
     """Faults of names and shapes of the tensors, as `load` would find them; no weights are read and none are made."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # tensors without content are not made in several threads
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-        architecture: Any = AutoModelForCausalLM._model_mapping[type(config)]
+        architecture: Any = _auto(config)._model_mapping[type(config)]
+        if architecture.config_class is type(config.get_text_config()):
+            config = config.get_text_config()
         with FakeTensorMode(allow_non_fake_inputs=True):
             stored = {name: torch.empty(shape) for name, shape in shapes(folder).items()}
             lm, report = architecture.from_pretrained(
