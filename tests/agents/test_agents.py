@@ -299,7 +299,7 @@ def test_a_long_conversation_is_encoded_beside_the_loop(tiny_model: Path, monkey
     encode, begun, others = Renderer.conversation, threading.Event(), threading.Event()
     in_time: list[bool] = []
 
-    def slow(self: Renderer, messages: Any) -> Any:
+    def slow(self: Renderer, messages: Any, tools: str = "") -> Any:
         begun.set()
         in_time.append(others.wait(10))
         return encode(self, messages)
@@ -326,7 +326,7 @@ def test_nothing_is_sampled_when_the_episode_ends_while_a_conversation_is_encode
     session = AgentSession(recorder, (0.0, 1.0))
     encode = Renderer.conversation
 
-    def ends(self: Renderer, messages: Any) -> Any:
+    def ends(self: Renderer, messages: Any, tools: str = "") -> Any:
         session.closed = True
         return encode(self, messages)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from sao.config import parse
 from sao.envs.protocol import Message
 from sao.errors import ConfigError
 from sao.rollout.chat import Renderer
-from sao.rollout.compaction import Compactor, Template, templates, visible
+from sao.rollout.compaction import Compactor, Template, templates
 from sao.trajectory import Trajectory
 
 
@@ -246,14 +247,18 @@ def test_the_longest_text_is_cut_first_and_from_its_end(tiny_model: Path, limit:
     renderer = Renderer(tiny_model)
     messages = (Message("tool", "a b c"), Message("tool", "1 2 3 4 5 6 7 8 9 0"))
     size = renderer.observation(messages, None).size
-    found = renderer.cut(messages, None, limit)
+
+    def render(messages: Sequence[Message]) -> np.ndarray:
+        return renderer.observation(messages, None)
+
+    found = renderer.cut(messages, limit, render)
     if found is None:
         assert limit < renderer.observation([Message("tool", "")] * 2, None).size
         return
     assert renderer.observation(found, None).size == min(size, limit)
     short, long = (message.content.split() for message in found)
     assert ["a", "b", "c"][: len(short)] == short and list("1234567890")[: len(long)] == long
-    assert renderer.cut(messages, None, size) == messages
+    assert renderer.cut(messages, size, render) == messages
 
 
 def test_no_room_to_ask_for_a_summary_ends_the_rollout(tiny_model: Path, tmp_path: Path) -> None:
@@ -367,24 +372,6 @@ def test_a_threshold_that_cannot_hold_a_turn_and_a_summary_is_refused(tiny_model
     assert Compactor(configured(tiny_model, tmp_path, threshold_tokens=31, clip=True), renderer)
     with pytest.raises(ConfigError, match=r"32 .* must be below sampling.context_tokens = 31"):
         Compactor(configured(tiny_model, tmp_path, context=31), renderer)
-
-
-@pytest.mark.parametrize(
-    ("written", "seen"),
-    [
-        ("the summary", "the summary"),
-        ("<think>hm</think> the summary ", "the summary"),
-        ("<think>a</think>b<think>c</think>d", "d"),
-        ("<think>never ends", ""),
-        ("  ", ""),
-    ],
-)
-def test_only_what_is_visible_is_copied(written: str, seen: str) -> None:
-    assert visible(written) == seen
-
-
-def test_reasoning_that_the_template_opened_is_not_visible() -> None:
-    assert visible("hm</think>s", reasons_first=True) == "s" and visible("hm", reasons_first=True) == ""
 
 
 def test_a_summariser_with_other_tokens_is_refused(tiny_model: Path, tmp_path: Path) -> None:

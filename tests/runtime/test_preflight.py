@@ -63,6 +63,28 @@ def test_a_chat_template_may_be_in_either_file(run_file, model_folder, template)
     assert preflight.check(config.load(run_file)) == []
 
 
+@pytest.mark.parametrize(
+    ("override", "text", "expected"),
+    [
+        ("model.chat_template='{}'", "{% for m in messages %}", "line 1: Unexpected end of template"),
+        ("model.chat_template='{}.not'", "", "no readable chat template"),
+        ("model.chat_template_kwargs={{enable_thinking=true}}", "{{ messages }}{{ effort }}", "it reads: effort"),
+    ],
+)
+def test_a_chat_template_and_its_variables_are_looked_at(run_file, model_folder, tmp_path, override, text, expected):
+    (tmp_path / "own.jinja").write_text(text)
+    (model_folder / "chat_template.jinja").write_text(text or "x")
+    (found,) = faults(run_file, override.format(tmp_path / "own.jinja"))
+    assert found.startswith("model.chat_template") and expected in found
+
+
+def test_a_template_that_is_given_stands_for_the_folders_own(run_file, model_folder, tmp_path):
+    (model_folder / "tokenizer_config.json").unlink()
+    (tmp_path / "own.jinja").write_text("{% generation %}{{ effort }}{% endgeneration %}")
+    overrides = [f"model.chat_template='{tmp_path / 'own.jinja'}'", "model.chat_template_kwargs={effort='low'}"]
+    assert preflight.check(config.load(run_file, overrides)) == []
+
+
 def test_a_critic_needs_no_tokenizer(run_file, model_folder):
     critic = model_folder.parent / "critic"
     critic.mkdir()

@@ -12,7 +12,7 @@ those that the policy sampled and saw; `agent_rewritten`, calls with an assistan
 import asyncio
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -42,6 +42,22 @@ class Turn:
     completion_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """A conversation and its ids, which may end with a turn of the policy.
+
+    segment: the one that they continue; None: none yet. messages: with what agents leave out, the reasoning of the
+    policy's turns. drifted: encoding the text of one of its turns gives other ids than those that were sampled.
+    prompt_tokens: ids before the turn.
+    """
+
+    segment: SegmentBuilder | None
+    ids: np.ndarray
+    messages: Conversation
+    drifted: bool
+    prompt_tokens: int
+
+
 class AgentSession:
     """One episode. Its calls are answered one after the other.
 
@@ -60,7 +76,7 @@ class AgentSession:
         self.closed = False
         self._turn = asyncio.Lock()
         # Conversations that end with a turn of the policy: its segment, and the ids of its prompt and itself.
-        self._points: dict[Conversation, tuple[SegmentBuilder, np.ndarray]] = {}
+        self._points: dict[Conversation, _Point] = {}
         self._began = time.perf_counter()
         self._drift = self._rewritten = 0
 
@@ -74,7 +90,8 @@ class AgentSession:
                 text = f"the episode has had its env.max_turns = {config.env.max_turns} turns"
                 raise ApiError(400, text, code="max_turns")
             # Beside the loop: a conversation of megabytes takes seconds to encode, only then is its length known.
-            segment, ids = await asyncio.to_thread(self._prompt, messages)
+            prompt = await asyncio.to_thread(self._prompt, messages)
+            ids = prompt.ids
             self._check_open()  # or the episode has ended meanwhile, and nobody would count what is sampled now
             room = config.sampling.context_tokens - ids.size
             if room <= 0:
@@ -83,13 +100,16 @@ class AgentSession:
                 raise ApiError(400, text, param="messages", code="context_length_exceeded")
             limit = min(room, config.sampling.max_response_tokens, max_tokens or room)
             try:
-                completion, segment = await self.recorder.sample(ids, limit, segment)
+                completion, segment = await self.recorder.sample(ids, limit, prompt.segment)
             except Error as error:
                 self.fault = self.fault or error
                 raise ApiError(503, f"the engine failed: {error}", code="engine_failed") from None
-            assert segment is not None
             text = self.recorder.renderer.decode(completion.token_ids)
-            point = segment, np.concatenate([ids, completion.token_ids])
+            said = Message("assistant", text)
+            if config.model.reasoning == "template":
+                said = self.recorder.renderer.read(completion.token_ids, ids)
+            whole = np.concatenate([ids, completion.token_ids])
+            point = _Point(segment, whole, (*prompt.messages, said), prompt.drifted, ids.size)
             self._points[_key((*messages, Message("assistant", text)))] = point
             return Turn(text, completion.stop_reason, ids.size, completion.token_ids.size)
 
@@ -104,24 +124,43 @@ class AgentSession:
         if self.closed:
             raise ApiError(409, "the session is over", code="session_over")
 
-    def _prompt(self, messages: Conversation) -> tuple[SegmentBuilder | None, np.ndarray]:
-        """The ids of a conversation, and the segment that they continue (None: a new one). Raises `ApiError`."""
+    def _prompt(self, messages: Conversation) -> _Point:
+        """A conversation up to the start of the policy's turn. Raises `ApiError`."""
         assistants = [index for index, message in enumerate(messages) if message.role == "assistant"]
         renderer = self.recorder.renderer
         try:
-            whole = renderer.conversation(messages)
             for last in reversed(assistants):
-                if (key := _key(messages[: last + 1])) not in self._points:
+                point = self._points.get(_key(messages[: last + 1]))
+                if point is None:
                     continue
-                segment, known = self._points[key]
-                ids = np.concatenate([known, renderer.observation(messages[last + 1 :], int(known[-1]))])
-                self._drift += not np.array_equal(ids, whole)
+                drifted = point.drifted or self._drifts(point, messages[last].content)
+                self._drift += drifted
                 self._rewritten += last != assistants[-1]
-                return (segment if segment.n_tokens == known.size else None), ids
+                return self._behind(point, messages[last + 1 :], drifted)
+            self._rewritten += bool(assistants)
+            ids = renderer.conversation(messages)
         except EnvironmentFailure as error:  # the chat template refuses these roles
             raise ApiError(400, f"messages: {error.detail}", param="messages") from None
-        self._rewritten += bool(assistants)
-        return None, whole
+        return _Point(None, ids, messages, False, ids.size)
+
+    def _behind(self, point: _Point, messages: Conversation, drifted: bool) -> _Point:
+        """What follows a turn: behind its ids, or all anew where the template leaves out reasoning that they hold."""
+        renderer, conversation = self.recorder.renderer, (*point.messages, *messages)
+        if self.recorder.config.model.reasoning == "template" and (gone := renderer.forgets(conversation)):
+            conversation = tuple(replace(m, reasoning="") if at in gone else m for at, m in enumerate(conversation))
+            ids = renderer.conversation(conversation)
+            return _Point(None, ids, conversation, drifted, ids.size)
+        ids = np.concatenate([point.ids, renderer.observation(messages, int(point.ids[-1]))])
+        newest = point.segment is not None and point.segment.n_tokens == point.ids.size
+        return _Point(point.segment if newest else None, ids, conversation, drifted, ids.size)
+
+    def _drifts(self, point: _Point, text: str) -> bool:
+        """Whether a turn would have other ids, were its text encoded in a conversation."""
+        renderer, sampled = self.recorder.renderer, point.ids[point.prompt_tokens :]
+        first, then = Message("user", "a"), Message("user", "b")
+        behind = renderer.observation([then], int(sampled[-1]))
+        kept = np.concatenate([renderer.initial([first]), sampled, behind])
+        return not np.array_equal(kept, renderer.conversation([first, Message("assistant", text), then]))
 
 
 def _key(messages: Conversation) -> Conversation:

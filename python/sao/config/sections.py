@@ -1,5 +1,6 @@
 """The sections of a run's configuration: every key with its unit, default and range."""
 
+import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -11,6 +12,7 @@ Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Day = Annotated[str, AfterValidator(lambda text: datetime.date.fromisoformat(text).isoformat())]
 
 
 def _expanded(path: str) -> str:
@@ -58,6 +60,16 @@ class ModelSection(Section):
     """The model folder (Hugging Face layout, safetensors only) and how it is held by the learner."""
 
     path: FilePath = Field(description="folder with config.json, *.safetensors, tokenizer and chat template")
+    chat_template: FilePath | None = key(None, "file with a chat template; default: the folder's own")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="variables of the chat template, such as enable_thinking or reasoning_effort"
+    )
+    reasoning: Literal["keep", "template"] = key(
+        "keep",
+        "earlier reasoning in the context; keep: as sampled; template: gone when the chat template leaves it out, and "
+        "a new segment begins",
+    )
+    date: Day | None = key(None, "day that the chat template sees, YYYY-MM-DD; default: the run's first")
     dtype: Literal["float32", "bfloat16", "float64"] = key("float32", "learner parameter type")
     activation_checkpointing: bool = key(False, "keep only inputs of decoder layers, compute the rest again backward")
     attention: Literal["auto", "sdpa", "flex_attention", "flash_attention_2"] = key(

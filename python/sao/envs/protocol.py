@@ -6,6 +6,7 @@ can set a reward.
 """
 
 import hashlib
+import json
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -23,15 +24,51 @@ _EVAL_SHARE = 8  # one task in 8 belongs to the held-out split
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool. arguments: a JSON object, as text. id: what its result refers to; may be empty."""
+
+    name: str
+    arguments: str = "{}"
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One chat message, as a chat template takes it."""
+    """One chat message.
+
+    tool_calls, reasoning: of an assistant turn, apart from its content. tool_call_id, name: of a tool's result.
+    """
 
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+    reasoning: str = ""
 
-    def as_dict(self) -> dict[str, str]:
-        """The form that `tokenizer.apply_chat_template` takes."""
-        return {"role": self.role, "content": self.content}
+    def as_dict(self) -> dict[str, Any]:
+        """The form that `tokenizer.apply_chat_template` takes: what is empty is left out, arguments are objects, and
+        reasoning has each of the three names under which templates look for it."""
+        found: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {
+                    **({"id": call.id} if call.id else {}),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": _json_or_text(call.arguments)},
+                }
+                for call in self.tool_calls
+            ]
+        if self.reasoning:
+            found |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), self.reasoning)
+        return found | {key: value for key in ("tool_call_id", "name") if (value := getattr(self, key))}
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +176,20 @@ def is_unicode(text: str) -> bool:
     return re.search("[\ud800-\udfff]", text) is None
 
 
+def _texts(message: Message) -> list[Any]:
+    calls = message.tool_calls if isinstance(message.tool_calls, tuple) else (None,)
+    said = [message.content, message.tool_call_id, message.name, message.reasoning]
+    return said + [getattr(call, name, None) for call in calls for name in ("name", "arguments", "id")]
+
+
 def check_messages(messages: Any, what: str) -> tuple[Message, ...]:
     """The messages as a tuple. Raises `EnvironmentFailure("bad_messages")` unless they are at least one `Message`."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise EnvironmentFailure("bad_messages", f"{what}: {messages!r}, expected at least one Message")
     for index, message in enumerate(messages):
         known = isinstance(message, Message) and message.role in get_args(Role)
-        if not known or not isinstance(message.content, str) or not is_unicode(message.content):
-            expected = f"a Message of role {', '.join(get_args(Role))}, its content text without half surrogate pairs"
+        if not known or not all(isinstance(text, str) and is_unicode(text) for text in _texts(message)):
+            expected = f"a Message of role {', '.join(get_args(Role))}, all in it text without half surrogate pairs"
             raise EnvironmentFailure("bad_messages", f"{what}[{index}]: {message!r:.300}, expected {expected}")
     return tuple(messages)
 

@@ -104,7 +104,8 @@ class Player:
 def make_player(config: Config, sampling_seed: int, name: str, index: int = 0) -> Player:
     """The player that the configuration names. Raises `ConfigError` and `EngineError`."""
     registry.factory(config.env.name)  # a wrong name is found before anything slow is imported
-    renderer = (ScriptedRenderer if config.generator.engine == "scripted" else Renderer)(config.model.path)
+    scripted = config.generator.engine == "scripted"
+    renderer = ScriptedRenderer(config.model.path) if scripted else Renderer.of(config.model)
     engine = make_engine(config, config.model.path, renderer, sampling_seed, index)
     summariser = make_summariser(config, renderer, sampling_seed, index)
     return Player(config, engine, renderer, sampling_seed, summariser, name)

@@ -1,97 +1,166 @@
 """Messages to token ids, by the tokenizer and chat template of the model folder.
 
 Ids that were sampled are never encoded again. What follows an assistant turn (its end, the next messages, the start of
-the next assistant turn) is computed apart: a short conversation with a dummy assistant turn is rendered, and what the
-template puts behind the dummy is encoded by itself. That is exact if the template renders earlier turns the same way
-whatever follows, and if an assistant turn ends in a special token, at which every tokenizer splits. Both are checked
-at the start; a template that fails, such as one that drops earlier reasoning, is refused with the reason.
+the next assistant turn) is what the template puts behind a stand-in of the turn: a short conversation is rendered in
+which a marker stands for what was sampled, and what is behind the marker, from the end of the turn on, is encoded by
+itself. That is exact if an assistant turn ends in a special token, at which every tokenizer splits, and if the template
+puts the same there wherever the turn stands. Both are checked at the start. How the template would have written the
+turn itself (without its reasoning, say) does not matter: `forgets` tells it to whom it does.
 """
 
+import datetime
+import itertools
 import json
-from collections.abc import Iterable, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sao.envs.protocol import Message
+from sao.config.sections import ModelSection
+from sao.envs.protocol import Message, ToolCall
 from sao.errors import ConfigError, EnvironmentFailure
+from sao.rollout import chat_template, reading
+from sao.rollout.chat_template import ChatTemplate
+from sao.rollout.reading import PROBE, PROBE_TOOLS, THOUGHT, Reader
 
-_OPENING = Message("user", "a")
-_DUMMY = "b"
 _CACHED = 4096
+_TAIL_TOKENS = 64  # of a prompt: holds the start of the assistant turn
+_MARK = f"turn{secrets.token_hex(8)}"  # the stand-in of what was sampled; no message can hold it
+_THEN = (Message("user", "c"),)
+_BEFORE = (Message("assistant", "b"), Message("user", "c"))  # moves a stand-in to a later place
+_RESULT = "result"
 
 
 class Renderer:
     """Renders for the model in `model_path` (local files only, no code from the folder is run).
 
-    stop_token_ids: the template's end-of-turn token first, then the model's other end tokens.
-    vocab_size: ids that the tokenizer knows; the model may have more.
+    template: a file with another chat template than the folder's. values: variables of the template. date: the day that
+    it sees, default: that on which this was made.
+    tools, in all methods: a JSON list of function schemas as the OpenAI API has them; empty: none.
+
+    stop_token_ids: that which ends a turn first, then those behind a call, and the model's other end tokens.
+    vocab_size: ids that the tokenizer knows; the model may have more. reader: tells content, reasoning and calls of a
+    turn apart. renders_tools: whether results of calls can be rendered.
 
     Raises `ConfigError` when there is no tokenizer or chat template, or the template is not stable in the sense above.
     """
 
-    def __init__(self, model_path: str | Path) -> None:
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        template: str | None = None,
+        values: Mapping[str, Any] | None = None,
+        date: datetime.date | None = None,
+    ) -> None:
         from transformers import AutoTokenizer  # slow to import, and only generators need it
 
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path: {model_path}: no usable tokenizer: {error}") from error
-        if not self._tokenizer.chat_template:
+        text = None if template is None else chat_template.source(Path(model_path), template)
+        if not text and not self._tokenizer.chat_template:
             raise ConfigError(f"model.path: {model_path}: the tokenizer has no chat template")
-        added = self._tokenizer.added_tokens_decoder
-        self._special = {token.content: index for index, token in added.items() if token.special}
+        assert not isinstance(text, dict)
+        self.template = ChatTemplate(self._tokenizer, text, values or {}, date, reading.NAMES)
         # Environments repeat themselves; rendering costs a few hundred microseconds.
         self._initial = lru_cache(_CACHED)(self.conversation)
-        self._then = lru_cache(_CACHED)(lambda messages: self._encode(self._behind_dummy(messages)))
+        self._then = lru_cache(_CACHED)(
+            lambda messages, calls, tools: self._encode(self._behind(messages, calls, tools))
+        )
+        self._forgets = lru_cache(_CACHED)(self._forgotten)
         self.vocab_size = len(self._tokenizer)
-        self._head = self._text([_OPENING], prompt=True)
         try:
-            self._end_of_turn = self._check()
-        except ConfigError as error:
-            raise ConfigError(f"model.path: {model_path}: chat template: {error}") from error
-        others = {self._tokenizer.eos_token_id, *_generation_ends(Path(model_path))} - {None, self._end_of_turn}
-        self.stop_token_ids: tuple[int, ...] = (self._end_of_turn, *sorted(others))
+            self._check({self._tokenizer.eos_token_id, *_generation_ends(Path(model_path))} - {None})
+        except (ConfigError, EnvironmentFailure) as error:
+            where = f"model.path: {model_path}" if template is None else f"model.chat_template: {template}"
+            raise ConfigError(f"{where}: chat template: {error}") from error
 
-    def initial(self, messages: Sequence[Message]) -> np.ndarray:
+    @classmethod
+    def of(cls, model: ModelSection) -> "Renderer":
+        """The renderer that `[model]` describes."""
+        date = None if model.date is None else datetime.date.fromisoformat(model.date)
+        return cls(model.path, template=model.chat_template, values=model.chat_template_kwargs, date=date)
+
+    def initial(self, messages: Sequence[Message], tools: str = "") -> np.ndarray:
         """int32[n]: a conversation and the start of the assistant turn. Raises `EnvironmentFailure("bad_messages")`."""
-        return self._initial(tuple(messages))
+        return self._initial(tuple(messages), tools)
 
-    def conversation(self, messages: Sequence[Message]) -> np.ndarray:
+    def conversation(self, messages: Sequence[Message], tools: str = "") -> np.ndarray:
         """The same as `initial`, for what does not come a second time: it is not kept in memory."""
-        return self._encode(self._text(messages, prompt=True))
+        return self._encode(self.template.text(messages, tools))
 
-    def observation(self, messages: Sequence[Message], last_id: int | None) -> np.ndarray:
+    def observation(
+        self, messages: Sequence[Message], last_id: int | None, calls: Sequence[ToolCall] = (), tools: str = ""
+    ) -> np.ndarray:
         """int32[n]: what follows an assistant turn up to the start of the next: its end, the messages, the start.
 
-        last_id: the last id that was sampled (None: nothing was). If it is the end-of-turn token, that token is not
-        repeated; else (the turn was cut by its length, or ended by another stop token) it is here, as context.
-        Raises `EnvironmentFailure("bad_messages")` when the template refuses these messages.
+        last_id: the last id that was sampled (None: nothing was). A token that ends turns takes the place of the
+        template's own; behind any other (the turn was cut by its length) that one is here, as context.
+        calls: those that the turn made. Raises `EnvironmentFailure("bad_messages")` when the template refuses these
+        messages.
         """
-        ids = self._then(tuple(messages))
-        return ids[1:] if last_id == self._end_of_turn else ids
+        ids = self._then(tuple(messages), tuple(calls), tools)
+        if last_id is None or last_id not in (*self.stop_token_ids, int(ids[0])):
+            return ids
+        for at, token in enumerate(ids.tolist()):  # a turn may end in several markers, and any of them be sampled
+            if token == last_id:
+                return ids[at + 1 :]
+            if token not in self._marks:
+                break
+        return ids if self._open_ended else ids[1:]
 
-    def cut(self, messages: Sequence[Message], last_id: int | None, limit: int) -> tuple[Message, ...] | None:
+    def forgets(self, messages: Sequence[Message], tools: str = "") -> list[int]:
+        """The messages (their indices) whose reasoning the template leaves out of this conversation."""
+        shape = tuple((message.role, len(message.tool_calls), bool(message.reasoning)) for message in messages)
+        return self._forgets(shape, tools)
+
+    def _forgotten(self, shape: Sequence[tuple[str, int, bool]], tools: str) -> list[int]:
+        """The same, of (role, calls, has reasoning) of each message: nothing else decides it."""
+        marked, open_calls = [], list[str]()
+        for at, (role, n_calls, reasons) in enumerate(shape):
+            calls = tuple(ToolCall("look", id=f"call{at:03}{number:02}") for number in range(n_calls))
+            result = open_calls.pop(0) if role == "tool" and open_calls else ""
+            open_calls += [call.id for call in calls]
+            thought = f"{_MARK}-{at}." if reasons else ""
+            marked.append(Message(role, "" if calls else "a", calls, result, "look" if result else "", thought))
+        text = self.template.text(marked, tools)
+        return [at for at, message in enumerate(marked) if message.reasoning and message.reasoning not in text]
+
+    def read(self, ids: np.ndarray, prompt_ids: np.ndarray, tools: str = "") -> Message:
+        """A sampled turn: content, reasoning and calls (without ids). prompt_ids: what it was sampled behind.
+
+        Calls are read only with `tools`; a malformed one stays in the content.
+        """
+        inner = ids[:-1] if ids.size and int(ids[-1]) in self.stop_token_ids else ids
+        return self.reader.read(self._decode(inner), self._decode(prompt_ids[-_TAIL_TOKENS:]), tools)
+
+    def cut(
+        self, messages: Sequence[Message], limit: int, render: Callable[[Sequence[Message]], np.ndarray]
+    ) -> tuple[Message, ...] | None:
         """The messages with as much of their text, from its beginning, as an observation of `limit` tokens holds.
 
-        The longest text loses its end until it fits. None when the observation is longer even without any text.
+        The longest text loses its end until what `render` makes of them fits. None when that is longer even without any
+        text.
         """
         found = list(messages)
-        texts = [self._encode(self._harmless(message.content)) for message in found]
-        while (excess := self.observation(found, last_id).size - limit) > 0:
+        texts = [self.encode(message.content) for message in found]
+        while (excess := render(found).size - limit) > 0:
             at = max(range(len(texts)), key=lambda index: texts[index].size)
             if not texts[at].size:
                 return None
             texts[at] = texts[at][: max(0, texts[at].size - excess)]
-            found[at] = Message(found[at].role, self.decode(texts[at]).rstrip("\ufffd"))  # half of a character
+            found[at] = replace(found[at], content=self.decode(texts[at]).rstrip("\ufffd"))  # half of a character
         return tuple(found)
 
-    @property
-    def reasons_first(self) -> bool:
-        """Whether an assistant turn begins inside `<think>`, opened by the template."""
-        return self._head.rfind("<think>") > self._head.rfind("</think>")
+    def encode(self, text: str) -> np.ndarray:
+        """int32[n]: the text of a message, alone."""
+        return self._encode(self.template.harmless(text))
 
     def same_tokens(self, other: "Renderer") -> bool:
         """Whether both tokenizers give every token the same id."""
@@ -99,52 +168,131 @@ class Renderer:
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """The text of sampled ids, without special tokens: what an environment gets to see."""
+        return self._decode(ids, skip_special_tokens=True)
+
+    def _decode(self, ids: Iterable[int] | np.ndarray, **how: Any) -> str:
         known = [int(i) for i in ids if int(i) < self.vocab_size]
-        return str(self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(self._tokenizer.decode(known, clean_up_tokenization_spaces=False, **how))
 
-    def _behind_dummy(self, messages: Sequence[Message]) -> str:
-        text = self._text([_OPENING, Message("assistant", _DUMMY), *messages], prompt=True)
-        if not text.startswith(self._head + _DUMMY):
-            raise ConfigError(
-                "an assistant turn is rendered differently once others follow it "
-                f"({text!r} does not begin with {self._head + _DUMMY!r}); "
-                "the ids of a turn would not be those that were sampled"
-            )
-        return text[len(self._head) + len(_DUMMY) :]
+    def _behind(
+        self,
+        messages: Sequence[Message],
+        calls: Sequence[ToolCall] = (),
+        tools: str = "",
+        before: Sequence[Message] = (),
+    ) -> str:
+        """What the template puts behind a turn, from its end on; `before`: what stands before the turn."""
+        rest = self._rest(messages, calls, tools, before)
+        names = self.template.pattern.finditer(rest)
+        end = next((found for found in names if not calls or self.template.marks[found[0]] in self._ends), None)
+        if end is None:
+            what = "a call" if calls else "an assistant turn"
+            text = f"{what} is followed by {rest[:40]!r}; expected a special token that ends the turn"
+            raise EnvironmentFailure("bad_messages", text)
+        return rest[end.start() :]
 
-    def _check(self) -> int:
-        """The end-of-turn token of a template that is stable."""
-        behind = self._behind_dummy([Message("user", "c")])
-        ids = self._encode(behind)
-        first = next((index for text, index in self._special.items() if behind.startswith(text)), None)
-        if first is None or ids[0] != first:
-            raise ConfigError(
-                f"an assistant turn is followed by {behind[:40]!r}; expected a special token that ends the turn"
-            )
-        then, again = Message("user", "c"), Message("assistant", _DUMMY)
-        longer = self._text([_OPENING, again, then, again, then], prompt=True)
-        if longer != self._head + _DUMMY + behind + _DUMMY + behind:
+    def _rest(
+        self, messages: Sequence[Message], calls: Sequence[ToolCall], tools: str, before: Sequence[Message] = ()
+    ) -> str:
+        """All that the template puts behind what stands for a turn, or for the arguments of its last call."""
+        stand_in = Message("assistant", _MARK)
+        if calls:
+            arguments = json.dumps({"a": _MARK})
+            stand_in = Message("assistant", "", tuple(ToolCall(call.name, arguments, call.id) for call in calls))
+        _, found, rest = self.template.text([PROBE, *before, stand_in, *messages], tools).rpartition(_MARK)
+        if not found:
+            text = "the chat template leaves out " + ("a turn's calls" if calls else "an assistant turn")
+            raise EnvironmentFailure("bad_messages", text)
+        return rest
+
+    def _check(self, ends: set[int]) -> None:
+        """Finds how the template ends turns; `ends`: what the model folder says. Raises `ConfigError`."""
+        template, marks = self.template, self.template.marks
+        self._ends, self._marks = set(ends), frozenset(marks.values())
+        behind = self._settle_content()
+        first = template.pattern.match(behind)
+        assert first is not None
+        if self._behind(_THEN, before=_BEFORE) != behind:
             raise ConfigError("turns are rendered differently depending on their place; expected the same every time")
-        whole, head = self._encode(longer).tolist(), self._encode(self._head).tolist()
-        if whole[: len(head)] != head or whole[-len(ids) :] != ids.tolist():
+        whole = template.text([PROBE, Message("assistant", "b"), *_THEN])
+        parts = [self._encode(whole.removesuffix(behind)), self._encode(behind)]
+        if parts[1][0] != marks[first[0]] or not np.array_equal(self._encode(whole), np.concatenate(parts)):
             raise ConfigError("parts of a conversation have other token ids than the whole of it")
-        return first
+        last = template.text([PROBE, Message("assistant", _MARK)], prompt=False).rpartition(_MARK)[2]
+        end = template.pattern.search(last)
+        self._open_ended = end is None or self._opens_roles(first[0])
+        name = (end or first)[0]
+        if not self._is_within(name) or not ends:
+            ends.add(marks[name])
+        self._ends |= {marks[first[0]], *ends}
+        self.renders_tools = self._settle_calls(ends)
+        stops = sorted(ends, key=lambda index: (index != marks[name], index))
+        self.stop_token_ids: tuple[int, ...] = tuple(stops)
+        self.reader = Reader(self._tokenizer, template, [one for one, index in marks.items() if index in self._ends])
 
-    def _text(self, messages: Sequence[Message], prompt: bool) -> str:
-        plain = [{"role": message.role, "content": self._harmless(message.content)} for message in messages]
+    def _settle_content(self) -> str:
+        """What is behind a turn, with content as text, else as a list of parts."""
         try:
-            text = self._tokenizer.apply_chat_template(plain, add_generation_prompt=prompt, tokenize=False)
-        except Exception as error:  # a template raises what it likes
-            roles = ", ".join(message.role for message in messages)
-            raise EnvironmentFailure("bad_messages", f"the chat template refuses the roles {roles}: {error}") from error
-        return str(text)
+            return self._behind(_THEN)
+        except EnvironmentFailure as error:
+            self.template.parts = True
+            try:
+                return self._behind(_THEN)
+            except EnvironmentFailure as again:
+                if str(again) == str(error):
+                    raise
+                raise ConfigError(f"content as text: {error.detail}; as a list of text parts: {again.detail}") from None
 
-    def _harmless(self, content: str) -> str:
-        """Text cannot open or close a turn: the name of a special token inside it is broken by a blank."""
-        for text in self._special:
-            if text in content:
-                content = content.replace(text, text[:1] + " " + text[1:])
-        return content
+    def _is_within(self, name: str) -> bool:
+        """Whether the template also writes a marker inside of a turn, between reasoning and answer."""
+        try:
+            text = self.template.text([PROBE, Message("assistant", _MARK, reasoning=THOUGHT)], prompt=False)
+        except EnvironmentFailure:
+            return False
+        before, found, between = text.partition(_MARK)[0].rpartition(THOUGHT)
+        return bool(before and found) and name in between
+
+    def _opens_roles(self, name: str) -> bool:
+        """Whether the marker of the next role is what ends a turn: another one stands there before another role."""
+        try:
+            rest = self._rest([Message("tool", _RESULT)], (), "")
+        except EnvironmentFailure:
+            return False
+        found = self.template.pattern.search(rest.partition(_RESULT)[0])
+        return found is not None and found[0] != name
+
+    def _settle_calls(self, stops: set[int]) -> bool:
+        """Whether results of calls can be rendered; what ends a call is added to `stops`."""
+        call, result = ToolCall("look", id="call00000"), Message("tool", _RESULT, (), "call00000", "look")
+        marks, find = self.template.marks, self.template.pattern.findall
+        for self.template.json_arguments in (False, True):
+            try:
+                behind, found, _ = self._rest([result], [call], PROBE_TOOLS).partition(_RESULT)
+                if not found:
+                    continue
+                names = find(behind)
+                if not any(marks[name] in self._ends for name in names):
+                    names = names[len(self._closers(call, names)) :]
+                    self._ends |= {marks[name] for name in names[:1]}
+                    stops |= {marks[name] for name in names[:1]}
+                if self._behind([result], [call], PROBE_TOOLS) == self._behind([result], [call], PROBE_TOOLS, _BEFORE):
+                    return True
+            except EnvironmentFailure:
+                continue
+        return False
+
+    def _closers(self, call: ToolCall, names: list[str]) -> list[str]:
+        """Of the markers behind a call, those that also stand between two calls of a turn: they end no turn."""
+        arguments = json.dumps({"a": _MARK})
+        turn = Message("assistant", "", tuple(ToolCall(call.name, arguments, one) for one in (call.id, "call00001")))
+        try:
+            parts = self.template.text([PROBE, turn], PROBE_TOOLS).split(_MARK)
+        except EnvironmentFailure:
+            parts = []
+        if len(parts) < 3:  # a template that allows, or shows, one call
+            return []
+        pairs = zip(names, self.template.pattern.findall(parts[1]), strict=False)
+        return [one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
     def _encode(self, text: str) -> np.ndarray:
         ids = np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)

@@ -112,9 +112,7 @@ class Compaction:
         "compactions": one more than `max_compactions` is due; "summary_request": no room to ask for a summary;
         "empty_summary": nothing visible was written; "no_room": the summary leaves less than the threshold.
         """
-        self.window.observe(self._clip(messages))
-        step = self.window.steps[-1]
-        self.counts["interaction_tokens"] += step.stop - step.start
+        self.counts["interaction_tokens"] += self.window.observe(self._clip(messages))
         if self.window.room_tokens >= self.shared.threshold_tokens:
             return None
         if len(self.summaries) == self.shared.config.max_compactions:
@@ -139,16 +137,16 @@ class Compaction:
 
     def _clip(self, messages: Sequence[Message]) -> Sequence[Message]:
         """An observation within its cap, and short enough that a summary of it can be asked for; if that is wanted."""
-        shared, last = self.shared, self.window.last_sampled
+        shared, window = self.shared, self.window
         if not shared.config.clip:
             return messages
-        size = shared.renderer.observation(messages, last).size
-        room = self.window.room_tokens - shared.request_tokens - shared.config.max_summary_tokens
+        size = window.behind(messages).size
+        room = window.room_tokens - shared.request_tokens - shared.config.max_summary_tokens
         cap = shared.config.observation_cap_tokens
         for limit in sorted({min(cap, room), cap}):  # what the room does not allow is rolled back
             if size <= limit:
                 return messages
-            found = shared.renderer.cut(messages, last, limit) if limit > 0 else None
+            found = shared.renderer.cut(messages, limit, window.behind) if limit > 0 else None
             if found is not None:
                 self.counts["clipped_observations"] += 1
                 return found
@@ -168,7 +166,7 @@ class Compaction:
         completion, _ = await self.recorder.sample(prompt, most, segment, name, shared.summariser)
         self.summaries.append(completion)
         self.counts["rolled_back_steps"] += n_steps - kept
-        text = visible(shared.renderer.decode(completion.token_ids), shared.renderer.reasons_first)
+        text = shared.renderer.read(completion.token_ids, prompt).content.strip()
         if not text:
             return "empty_summary"
         opening = self._opening(text)
@@ -188,12 +186,3 @@ class Compaction:
         if self.shared.config.keep_task_prompt:
             return joined(self._first, resume)
         return (*takewhile(lambda message: message.role == "system", self._first), resume)
-
-
-def visible(text: str, reasons_first: bool = False) -> str:
-    """The part of a turn that is meant to be read: the text behind its reasoning.
-
-    `reasons_first`: the turn began inside `<think>`. Reasoning that never ends leaves nothing.
-    """
-    _, ended, rest = text.rpartition("</think>")
-    return "" if not ended and (reasons_first or "<think>" in text) else rest.strip()

@@ -68,7 +68,8 @@ class _Episode:
         self, recorder: Recorder, env: Environment, compactor: Compactor | None, calls: asyncio.Semaphore | None
     ) -> None:
         self.recorder, self.env, self.config = recorder, env, recorder.config
-        self.window = Window(recorder.renderer, recorder.config.sampling.context_tokens)
+        context, reasoning = self.config.sampling.context_tokens, self.config.model.reasoning
+        self.window = Window(recorder.renderer, context, reasoning=reasoning)
         self.compactor, self.calls = compactor, calls
         self.compaction: Compaction | None = None
         self.turn_rewards: list[tuple[int, int, float]] = []
@@ -120,6 +121,8 @@ class _Episode:
 
     def end(self, termination: Termination, reward: float) -> Trajectory:
         metadata = self.compaction.metadata() if self.compaction else {}
+        if self.config.model.reasoning == "template":
+            metadata["reasoning_left_out"] = self.window.renewed
         return self.recorder.trajectory(termination, reward, self.turn_rewards, metadata)
 
 

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from sao.config import Config, addresses
+from sao.config.sections import ModelSection
 from sao.envs import registry
 from sao.errors import ConfigError, EnvironmentFailure
+from sao.rollout import chat_template
 from sao.rollout.compaction import templates
 from sao.runtime import folders, launch
 from sao.runtime import resume as resuming
@@ -42,11 +44,11 @@ def check(
         faults += [*_keys(config), *_metrics_port(config)]
         faults += [] if resume else _listens("transport.bind", config.transport.bind)
     if role != "broker":
-        faults += [*_packages(config), *_model_folder("model.path", config.model.path)]
+        faults += [*_packages(config), *_model_folder("model.path", config.model.path, config.model.chat_template)]
     if role in ("run", "learner") and critic:
         faults += _model_folder("learner.critic_path", critic)
     if role in ("run", "generator", "eval"):
-        faults += [*_environment(config), *compaction(config)]
+        faults += [*_chat_template(config.model), *_environment(config), *compaction(config)]
         faults += [] if resume else _listens("generator.agents_bind", config.generator.agents_bind)
     if resume:
         faults += resuming.faults(config)
@@ -106,14 +108,17 @@ def _packages(config: Config) -> Iterator[str]:
         yield "telemetry.wandb: needs wandb, not installed; pip install wandb"
 
 
-def _model_folder(field: str, path: str) -> Iterator[str]:
+def _model_folder(field: str, path: str, template: str | None = None) -> Iterator[str]:
     """The files that a model folder lacks. A critic needs neither tokenizer nor chat template."""
     folder, critic = Path(path), field == "learner.critic_path"
     trained = model_folder.CRITIC if critic and (folder / model_folder.CRITIC).is_file() else None
     for fault in model_folder.file_faults(folder, weights=trained, tokenizer=not critic):
         yield f"{field}: {fault}"
-    if folder.is_dir() and not critic and not _has_chat_template(folder):
-        yield f"{field}: {folder} has no chat template (chat_template.jinja, or in tokenizer_config.json)"
+    try:
+        if folder.is_dir() and not critic and not chat_template.source(folder, template):
+            yield f"{field}: {folder} has no chat template (chat_template.jinja, or in tokenizer_config.json)"
+    except ConfigError as error:
+        yield str(error)
 
 
 def weights_bytes(config: Config) -> int:
@@ -160,13 +165,28 @@ def _tensors(path: str) -> list[str]:
         return [f"cannot be checked: {(done.stderr.strip() or 'no answer').splitlines()[-1]}"]
 
 
-def _has_chat_template(folder: Path) -> bool:
-    if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
-        return True
+def _chat_template(model: ModelSection) -> Iterator[str]:
+    """Faults of the syntax of the chat template, and of variables that it does not read.
+
+    How it renders turns is looked at by a generator, before it loads the model.
+    """
+    if not installed("jinja2"):
+        return
     try:
-        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
-    except (OSError, ValueError, AttributeError):
-        return False
+        text = chat_template.source(Path(model.path), model.chat_template) or ""
+    except ConfigError:  # said already
+        return
+    where = f"model.chat_template: {model.chat_template}" if model.chat_template else f"model.path: {model.path}"
+    known: set[str] = set()
+    try:
+        for one in text.values() if isinstance(text, dict) else (text,):
+            known |= chat_template.variables(one)
+    except ConfigError as error:
+        yield f"{where}: chat template: {error}"
+        return
+    for name in model.chat_template_kwargs.keys() - (known - chat_template.GIVEN) if text else ():
+        reads = ", ".join(sorted(known - chat_template.GIVEN)) or "none"
+        yield f"model.chat_template_kwargs.{name}: the chat template reads no such variable; it reads: {reads}"
 
 
 def _environment(config: Config) -> Iterator[str]:

@@ -4,6 +4,8 @@ The ledger says which tasks were trained in which step, the checkpoint which tas
 agree; steps after the checkpoint are lost and their tasks are played again (the broker takes them back in the ledger).
 """
 
+import contextlib
+import datetime
 import json
 import shutil
 from contextlib import suppress
@@ -50,6 +52,18 @@ class Resume(NamedTuple):
     def record(self) -> dict[str, int]:
         """What `metrics.jsonl` says of it."""
         return {"step": self.step, "version": self.version, "lost_steps": self.lost_steps}
+
+
+def dated(config: Config, *, resume: bool) -> Config:
+    """The configuration with `model.date`: today, or that of the run that is resumed. Touches nothing."""
+    if config.model.date is not None:
+        return config
+    date = datetime.date.today().isoformat()
+    if resume:
+        with contextlib.suppress(OSError, ValueError):
+            before = json.loads((config.folder / "config.json").read_text(encoding="utf-8"))
+            date = before.get("model", {}).get("date") or date
+    return config.model_copy(update={"model": config.model.model_copy(update={"date": date})})
 
 
 def faults(config: Config) -> list[str]:

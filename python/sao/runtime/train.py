@@ -24,6 +24,7 @@ from sao.telemetry.monitor import Monitor
 
 def describe(config: Config, *, overwrite: bool = False, resume: bool = False) -> str:
     """The resolved configuration as JSON and the commands that would be run. Creates nothing; raises `ConfigError`."""
+    config = resuming.dated(config, resume=resume)
     warnings = preflight.check(config, overwrite=overwrite, resume=resume, thorough=True)
     found = resuming.find(config, config.folder.resolve()) if resume else None
     if found is not None:
@@ -42,6 +43,7 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False, alon
     `resume`: go on with the run in the folder, from its newest complete checkpoint. `alone`: only the broker is started
     here, learner and generators join from elsewhere.
     """
+    config = resuming.dated(config, resume=resume)
     warnings = preflight.check(config, role="broker" if alone else "run", overwrite=overwrite, resume=resume)
     console = SteadyConsole(stderr=False, highlight=False)
     tell = partial(console.print, markup=False, soft_wrap=True)
