@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from sao.envs.protocol import Message
 from sao.rollout.chat import Renderer
-from sao.rollout.window import Window
+from sao.rollout.window import Window, _conversation
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -68,18 +68,18 @@ def measured(renderer: Renderer, text: str, history: int, mode: Any) -> dict[str
         return np.concatenate([thought, words[start : start + TURN], [renderer.stop_token_ids[0]]]).astype(np.int32)
 
     window = Window(renderer, 10 * history, reasoning=mode)
-    window.open([Message("system", "Be brief."), said("user")])
+    window.rebuild([Message("system", "Be brief."), said("user")])
     while window.ids.size < history:
         window.sampled(sampled(next(fresh) % 5000))
         window.observe([said("tool")])
     held, steps = window.ids, list(window.steps)
 
     def observe(role: str) -> None:
-        window._ids, window.steps, window._written = held, list(steps), 0
+        window.ids, window.steps, window._written, window._stepped = held, list(steps), 0, held.size
         window.sampled(sampled(next(fresh) % 5000))
         window.observe([said(role)])
 
-    conversation = window._conversation(window.steps) if mode == "template" else ()
+    conversation = _conversation(window.opening, steps) if mode == "template" else ()
     found = {f"{mode}_ms": median(seconds(lambda: observe("tool"))) * 1e3}
     if mode == "template":
         found["renewed_ms"] = median(seconds(lambda: observe("user"))) * 1e3

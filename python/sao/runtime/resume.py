@@ -58,11 +58,10 @@ def dated(config: Config, *, resume: bool) -> Config:
     """The configuration with `model.date`: today, or that of the run that is resumed. Touches nothing."""
     if config.model.date is not None:
         return config
-    date = datetime.date.today().isoformat()
+    date: str | None = datetime.date.today().isoformat()
     if resume:
-        with contextlib.suppress(OSError, ValueError):
-            before = json.loads((config.folder / "config.json").read_text(encoding="utf-8"))
-            date = before.get("model", {}).get("date") or date
+        with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
+            date = json.loads((config.folder / "config.json").read_text(encoding="utf-8"))["model"].get("date")
     return config.model_copy(update={"model": config.model.model_copy(update={"date": date})})
 
 
