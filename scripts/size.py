@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PARTS = {  # folders below ROOT -> endings of the files that count
     "rust": (("rust/core/src", "rust/python/src"), (".rs",)),
-    "python": (("python/sao",), (".py", ".pyi")),
+    "python": (("python/sao",), (".py",)),
 }
 
 
