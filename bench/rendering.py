@@ -1,12 +1,11 @@
 """What rendering costs a turn, by length of the history: `python bench/rendering.py`.
 
 A conversation of turns of 100 tokens and observations of 300 grows to the length; then one more turn and observation,
-none of which was seen before. "kept": the sampled ids stay. "template": reasoning as the template has it (Qwen3's, of
-trl), in a conversation of a shape (roles, calls) that was seen before, since what it leaves out is kept by shape; "renewed": it has just dropped some, so that all is rendered. "whole": what rendering the conversation anew costs.
+none of which was seen before. "keep": the sampled ids stay. "template": reasoning as the template has it (Qwen3's, of
+trl), in a conversation of a shape (roles, calls) that was seen before, since what it leaves out is kept by shape;
+"renewed": it has just dropped some, so that all is rendered. "whole": what rendering the conversation anew costs.
 The vocabulary is a BPE of 8,192 tokens that was trained on this repository's documents.
 """
-
-from __future__ import annotations
 
 import itertools
 import sys
