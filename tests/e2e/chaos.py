@@ -75,6 +75,7 @@ class Chaos:
             "peer_timeout_s = 10.0", "peer_timeout_s = 4.0"
         )
         text = text.replace('name = "coin_env:Coin"', 'name = "coin_env:Coin"\nargs = {turns = 4}')
+        text += "\n[buffer]\nledger_growth_bytes = 0\n"  # every step stays listed, to be looked at in the end
         (self.folder / "run.toml").write_text(text)
         links = private_folder("chaos-")
         proxies = [Proxy(links / f"g{index}", (links / "endpoint").read_text) for index in range(GENERATORS)]
