@@ -92,7 +92,7 @@ class Oracle:
             loss = sum(losses) / total
             found = self._update(loss, self.critic_parameters, self.critic_adam)
             out[f"loss/critic_{number}"], out[f"critic/grad_norm_{number}"] = found
-        losses = []
+        losses, staleness = [], self.config.staleness
         for (t, segment), advantage in zip(segments, advantages, strict=True):
             logp = self.logprob(segment, t.temperature)
             behaviour = torch.from_numpy(segment.logprobs[segment.action_mask]).double()
@@ -101,7 +101,7 @@ class Oracle:
                 stamps[start:stop] = stamp
             for index, position in enumerate(segment.action_mask.nonzero()[0].tolist()):
                 ratio = (logp[index] - behaviour[index]).exp().item()
-                fresh = version - int(stamps[position]) <= self.config.staleness.max_lag
+                fresh = staleness.stale != "mask" or version - int(stamps[position]) <= staleness.max_lag
                 if fresh and 1 - algorithm.eps_low < ratio < 1 + algorithm.eps_high:
                     losses.append(-ratio * advantage[index] * logp[index])
         found = self._update(sum(losses) / total, self.policy_parameters, self.policy_adam)

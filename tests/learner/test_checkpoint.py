@@ -25,7 +25,12 @@ from sao.storage import failpoints as faults
 from sao.storage.checkpoints import newest, read
 from sao.transport.weights import fingerprint, load
 
-SETTINGS = {"model__dtype": "float32", "learner__lr_decay": "linear", "learner__lr_warmup_steps": 3}
+SETTINGS = {
+    "model__dtype": "float32",
+    "learner__lr_decay": "linear",
+    "learner__policy_lr_warmup_steps": 3,
+    "learner__critic_lr_warmup_steps": 3,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +119,7 @@ def test_every_tensor_and_counter_comes_back(make, tmp_path):
     groups = [group["lr"] for optimizer in other.optimizers.values() for group in optimizer.adam.param_groups]
     wanted = [group["lr"] for optimizer in learner.optimizers.values() for group in optimizer.adam.param_groups]
     for optimizer in (*learner.optimizers.values(), *other.optimizers.values()):
-        optimizer.set_step(3)
+        optimizer.set_step(3, 2)
     assert groups and groups != wanted, "the rate of the step that comes, not of the one that was"
     assert torch.rand(1) == (torch.set_rng_state(before["rng/cpu/rank-0"]), torch.rand(1))[1]
     assert checkpoint.manifest["ledger"] == {"lease": 1, "tasks": [[11, 0]], "trained": [[0, 12]]}

@@ -50,7 +50,7 @@ def numbers(result):
         {},
         {"algorithm__gamma": 0.97, "algorithm__lambda_critic": 0.9, "algorithm__lambda_policy": 0.8},
         {"learner__critic_passes": 3, "learner__grad_clip": 0.01, "learner__weight_decay": 0.1},
-        {"staleness__max_lag": 1, "algorithm__eps_high": 1.0},
+        {"staleness__max_lag": 1, "staleness__stale": "mask", "algorithm__eps_high": 1.0},
     ],
     ids=["defaults", "discount", "passes", "stale"],
 )
@@ -237,7 +237,11 @@ def test_stale_tokens_give_the_policy_nothing_and_keep_their_place(tiny_model):
     """Limit 1 at version 2: tokens of versions 1 and 2 train, those of 0 do not, and the denominator counts all."""
     rng = np.random.default_rng(0)
     segment = make_segment(rng, [(2, 9)], versions=(0, 1, 2))
-    learner = Learner(make_config(tiny_model, staleness__max_lag=1, algorithm__eps_low=0.999, algorithm__eps_high=1e6))
+    learner = Learner(
+        make_config(
+            tiny_model, staleness__max_lag=1, staleness__stale="mask", algorithm__eps_low=0.999, algorithm__eps_high=1e6
+        )
+    )
     learner.version = 2
     result = learner.step([make_trajectory(rng, [segment], reward=1.0)])
     assert (result.trained_tokens, result.masked_tokens) == (6, 3)
@@ -269,7 +273,11 @@ def shared_learner(tiny_model):
     def make(limit):
         if limit not in made:
             config = make_config(
-                tiny_model, staleness__max_lag=limit, algorithm__eps_low=0.999, algorithm__eps_high=1e6
+                tiny_model,
+                staleness__max_lag=limit,
+                staleness__stale="mask",
+                algorithm__eps_low=0.999,
+                algorithm__eps_high=1e6,
             )
             made[limit] = Learner(config)
         return made[limit]
@@ -282,7 +290,7 @@ def shared_learner(tiny_model):
 
 def test_a_batch_without_policy_gradient_leaves_the_policy_bit_identical(tiny_model, tmp_path):
     rng = np.random.default_rng(0)
-    learner = Learner(make_config(tiny_model, staleness__max_lag=0), weights_folder=tmp_path)
+    learner = Learner(make_config(tiny_model, staleness__max_lag=0, staleness__stale="mask"), weights_folder=tmp_path)
     learner.step(random_batch(0, 4))  # moments exist
     stale = [make_trajectory(rng, [make_segment(rng, [(3, 4)], versions=(0,))])]
     outside = [make_trajectory(rng, [make_segment(rng, [(3, 4)], versions=(1,), logprob=-40.0)])]
@@ -335,6 +343,7 @@ def test_denominators(tiny_model):
     ]
     settings = {
         "staleness__max_lag": 0,
+        "staleness__stale": "mask",
         "algorithm__eps_low": 0.999,
         "algorithm__eps_high": 1e6,
         "algorithm__lambda_policy": 1.0,
@@ -425,11 +434,31 @@ def test_rates_follow_training_steps_not_optimizer_calls(tiny_model):
         metrics = learner.step(random_batch(number, 3)).metrics
     assert metrics["policy/lr"] == pytest.approx(1e-3 * (1 - 5 / 10))
     assert metrics["critic/lr"] == pytest.approx(1e-2 * (1 - 5 / 10))
-    warm = Learner(make_config(tiny_model, learner__lr_warmup_steps=10))
-    metrics = warm.step(random_batch(0, 3)).metrics
-    assert metrics["policy/lr"] == pytest.approx(1e-4) and metrics["critic/lr"] == pytest.approx(1e-3)
-    for optimizer in (warm.optimizers["policy"], warm.optimizers["critic"]):
-        assert {group["lr"] for group in optimizer.adam.param_groups} == {optimizer.base_rate / 10}
+
+
+def test_each_optimizer_warms_up_over_its_own_updates(tiny_model):
+    """Two steps of critic warm-up and ten of the policy's rate: its first update is at a tenth of it, not at three."""
+    own = {"learner__policy_lr_warmup_steps": 10, "learner__critic_lr_warmup_steps": 4}
+    warm = Learner(make_config(tiny_model, learner__critic_warmup_steps=2, **own))
+    rates = [warm.step(random_batch(number, 3)).metrics for number in range(5)]
+    assert [m["policy/lr"] for m in rates] == pytest.approx([1e-4, 1e-4, 1e-4, 2e-4, 3e-4])
+    assert [m["critic/lr"] for m in rates] == pytest.approx([2.5e-3, 5e-3, 7.5e-3, 1e-2, 1e-2])
+    assert (warm.version, warm.critic_steps, warm.steps) == (3, 5, 5)
+
+
+def test_beyond_the_bound_a_token_is_trained_unless_it_is_masked(tiny_model):
+    """`keep`: the ratio alone decides, as for any token; the lag stays visible."""
+    rng = np.random.default_rng(0)
+    batch = [make_trajectory(rng, [make_segment(rng, [(3, 4)], versions=(0,))])]
+    kept = {}
+    for stale in ("keep", "mask"):
+        bands = {"algorithm__eps_low": 0.999, "algorithm__eps_high": 1e6}
+        learner = Learner(make_config(tiny_model, staleness__max_lag=0, staleness__stale=stale, **bands))
+        learner.version = 3
+        result = learner.step(batch)
+        kept[stale] = result.trained_tokens
+        assert result.metrics["lag/max"] == 3
+    assert kept["mask"] == 0 < kept["keep"] <= 4
 
 
 def test_deterministic_runs_repeat_to_the_bit(tiny_model):

@@ -27,7 +27,7 @@ def faults(
     if batch % size > 0:
         yield f"learner.batch_trajectories: {batch} must be a multiple of algorithm.group_size = {size}"
     if size > 1 and staleness.stale == "drop":
-        yield "staleness.stale: drop would tear groups apart (algorithm.group_size > 1); use mask"
+        yield "staleness.stale: drop would tear groups apart (algorithm.group_size > 1); use keep or mask"
     if name == "prompt_mean" and env.train_tasks is None:
         yield "env.train_tasks: prompt_mean needs tasks that come again: set their number"
     if algorithm.old_logprobs == "recomputed" and loss != "ppo":

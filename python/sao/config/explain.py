@@ -10,6 +10,7 @@ Location = tuple[Any, ...]
 NEAR = 0.75  # similarity from which a name is worth suggesting
 MOVED = {  # keys that are gone -> what to do instead
     "staleness.discipline": "use staleness.order",
+    "learner.lr_warmup_steps": "use learner.policy_lr_warmup_steps and learner.critic_lr_warmup_steps",
     "generator.engines": "use generator.count: a generator has one engine",
 }
 PASSES = 4  # unknown keys and wrong values, missing fields, combinations in a section, combinations of sections

@@ -194,7 +194,8 @@ class LearnerSection(Section):
     rows_per_micro_batch: Count = key(8, "rows of that length per forward pass")
     policy_lr: float = key(1e-6, "peak learning rate of the policy (AdamW)", ge=0)
     critic_lr: float = key(5e-6, "peak learning rate of the critic (AdamW)", ge=0)
-    lr_warmup_steps: Natural = key(0, "linear learning-rate warm-up of both optimizers, steps")
+    policy_lr_warmup_steps: Natural = key(0, "linear warm-up of the policy's rate, steps that update the policy")
+    critic_lr_warmup_steps: Natural = key(0, "linear warm-up of the critic's rate, steps that update the critic")
     lr_decay: Literal["constant", "linear"] = key("constant", "linear: to 0 at run.steps")
     weight_decay: float = key(0.0, "decoupled weight decay of both optimizers", ge=0)
     betas: tuple[Beta, Beta] = key((0.9, 0.95), "Adam's betas, each in [0, 1)", strict=False)
@@ -231,8 +232,11 @@ class ValuePretrainingSection(Section):
 class StalenessSection(Section):
     """Staleness: how far behind a token's policy version may be, and what happens beyond."""
 
-    max_lag: Natural = key(4, "largest lag in policy versions")
-    stale: Literal["mask", "drop"] = key("mask", "mask: no policy loss for the token; drop: whole rollout")
+    max_lag: Natural = key(4, "largest lag in policy versions at which a rollout may start; see `stale`")
+    stale: Literal["keep", "mask", "drop"] = key(
+        "keep",
+        "tokens beyond max_lag: keep: DIS alone decides (as SAO); mask: no policy loss; drop: nor the rollout",
+    )
     order: Literal["completion", "window"] = key(
         "completion", "completion: trained as they finish; window: in task order, no token exceeds max_lag"
     )

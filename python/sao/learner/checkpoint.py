@@ -168,8 +168,6 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> None:
         raise CheckpointError(f"{checkpoint.path}: counters {sorted(numbers)}, expected {sorted(learner.NUMBERS)}")
     for name, value in numbers.items():
         setattr(learner, name, value)
-    for optimizer in learner.optimizers.values():
-        optimizer.set_step(learner.steps)
 
 
 def republish(learner: Learner, checkpoint: Checkpoint) -> WeightsRef | None:

@@ -26,7 +26,9 @@ class CriticUpdate:
     def __init__(self, config: Config, world: World) -> None:
         """Loads the critic. Raises `ConfigError` or `WeightsError` if it cannot be loaded or packed."""
         self.config, self.world, self.model = config, world, load_critic(config, world)
-        self.optimizer = Optimizer(self.model, config.learner.critic_lr, config, world)
+        self.optimizer = Optimizer(
+            self.model, config.learner.critic_lr, config.learner.critic_lr_warmup_steps, config, world
+        )
         self.moments = torch.zeros(5, dtype=torch.float64)
 
     def run(self, work: Work) -> Floats:

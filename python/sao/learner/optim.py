@@ -18,8 +18,8 @@ from sao.learner.world import World
 class Optimizer:
     """AdamW over the trainable parameters of one model; matrices decay, vectors (norms, biases) do not."""
 
-    def __init__(self, model: nn.Module, base_rate: float, config: Config, world: World):
-        self.world, self.config, self.base_rate = world, config.learner, base_rate
+    def __init__(self, model: nn.Module, base_rate: float, warmup_steps: int, config: Config, world: World):
+        self.world, self.config, self.base_rate, self.warmup_steps = world, config.learner, base_rate, warmup_steps
         self.total_steps = config.run.steps
         self.parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         groups = [
@@ -29,12 +29,14 @@ class Optimizer:
         self.adam = torch.optim.AdamW(
             [group for group in groups if group["params"]], lr=base_rate, betas=self.config.betas, foreach=True
         )
-        self.set_step(0)
+        self.set_step(0, 0)
 
-    def set_step(self, step: int) -> float:
-        """Sets and returns the rate of training step `step` (from 0), however many optimizer steps that has."""
-        warmup = self.config.lr_warmup_steps
-        factor = min(1.0, (step + 1) / warmup) if warmup else 1.0
+    def set_step(self, step: int, updates: int) -> float:
+        """Sets and returns the rate of training step `step` (from 0), however many optimizer steps that has.
+
+        updates: training steps before it that have updated this model; the warm-up counts these, the decay all.
+        """
+        factor = min(1.0, (updates + 1) / self.warmup_steps) if self.warmup_steps else 1.0
         if self.config.lr_decay == "linear":
             factor *= max(0.0, 1.0 - step / self.total_steps)
         rate = self.base_rate * factor

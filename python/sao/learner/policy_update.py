@@ -26,7 +26,9 @@ class PolicyUpdate:
     def __init__(self, config: Config, world: World) -> None:
         """Loads the policy. Raises `ConfigError` if it cannot be loaded or packed."""
         self.config, self.world, self.model = config, world, load_policy(config, world)
-        self.optimizer = Optimizer(self.model, config.learner.policy_lr, config, world)
+        self.optimizer = Optimizer(
+            self.model, config.learner.policy_lr, config.learner.policy_lr_warmup_steps, config, world
+        )
 
     def run(self, work: Work, advantages: Tensor) -> int:
         """The policy passes; `advantages` float32[N] by flat index.
@@ -117,7 +119,13 @@ class PolicyUpdate:
         return scores
 
     def _fresh(self, part: MicroBatch) -> Tensor:
-        return part.lags <= self.config.staleness.max_lag
+        """The tokens that may have a policy gradient, bool[n]."""
+        staleness = self.config.staleness
+        return (
+            part.lags <= staleness.max_lag
+            if staleness.stale == "mask"
+            else torch.ones_like(part.lags, dtype=torch.bool)
+        )
 
     def _positive(self, batch: Batch) -> tuple[Tensor | None, int]:
         """For each token whether its rollout succeeded, and how many action tokens that are; None without such."""

@@ -7,9 +7,10 @@
     publish the new version
 
 All sums run over micro-batches and ranks and are divided once, so the result depends neither on packing nor on the
-number of ranks. During critic warm-up the policy is not touched and its version stays. A token older than `max_lag` has
-no policy gradient but stays in the denominator, the advantage and the value loss. A step without anything to train, or
-with a non-finite gradient, is skipped from there on: the optimizer at hand is left as it was and the version stays.
+number of ranks. During critic warm-up the policy is not touched and its version stays. With `stale = "mask"` a token
+older than `max_lag` has no policy gradient but stays in the denominator, the advantage and the value loss. A step
+without anything to train, or with a non-finite gradient, is skipped from there on: the optimizer at hand is left as it
+was and the version stays.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Learner:
     """
 
     # State of a checkpoint beside tensors.
-    NUMBERS = ("version", "steps", "skipped_total", "_skipped_in_a_row", "baseline_state")
+    NUMBERS = ("version", "steps", "critic_steps", "skipped_total", "_skipped_in_a_row", "baseline_state")
 
     def __init__(self, config: Config, world: World | None = None, weights_folder: Path | None = None) -> None:
         """Loads policy and critic from `config.model.path`. Without a `weights_folder` nothing is published.
@@ -90,7 +91,7 @@ class Learner:
         self._vocabulary = min(model.vocabulary for model in models)
         self._linear_cost = linear_cost(models[-1])
         self.baseline_state: dict[str, Any] = {"all": [], "tasks": []}  # of an estimator without a critic
-        self.version = self.steps = self.skipped_total = self._skipped_in_a_row = 0
+        self.version = self.steps = self.critic_steps = self.skipped_total = self._skipped_in_a_row = 0
 
     @property
     def policy(self) -> Policy:
@@ -107,7 +108,8 @@ class Learner:
         """
         work = self._lay_out(trajectories)
         for name, optimizer in self.optimizers.items():
-            work.metrics[f"{name}/lr"] = optimizer.set_step(self.steps)
+            made = self.version if name == "policy" else self.critic_steps
+            work.metrics[f"{name}/lr"] = optimizer.set_step(self.steps, made)
         policy, kept, weights, skipped = self._policy_update, 0, None, None
         try:
             advantages = self._advantages(work)
@@ -146,6 +148,7 @@ class Learner:
                 advantages = self._advantages_of_rewards(work.batch)
         else:
             advantages = self.critic_update.run(work)
+            self.critic_steps += 1
         if self.config.algorithm.whiten_advantages:
             advantages = whiten(advantages, work.batch.action_mask)
         chosen = advantages[work.batch.action_mask].astype(np.float64)
