@@ -32,7 +32,13 @@ LAYERS = [
     {"_core"},
 ]
 MAY_IMPORT_TORCH = ("engines/", "rollout/", "generator/", "learner/", "algorithms/")
-MAY_IMPORT_TORCH += ("transport/weights.py", "storage/model_folder.py", "runtime/evaluate.py", "measure/parts.py")
+MAY_IMPORT_TORCH += (
+    "transport/weights.py",
+    "storage/model_folder.py",
+    "runtime/evaluate.py",
+    "runtime/model_check.py",
+    "measure/parts.py",
+)
 FORBIDDEN_NAMES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 
 

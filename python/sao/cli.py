@@ -4,6 +4,7 @@ more than one host `sao keys`, `sao broker`, `sao learner`, `sao generator`.
 Exit codes: 0 done, 1 failed, 2 configuration or usage, 130 interrupted. Nothing heavy is imported before it is needed.
 """
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -164,6 +165,25 @@ def doctor(
     from sao.runtime import doctor as runtime
 
     raise typer.Exit(0 if (runtime.show() if connect is None else runtime.show_run(connect, keys)) else 1)
+
+
+@app.command(name="check-model")
+def check_model(
+    model_folder: Annotated[
+        Path, typer.Argument(metavar="MODEL_FOLDER", help="the model to look at", show_default=False)
+    ],
+    overrides: Overrides = None,
+    run_file: Annotated[
+        Path | None, typer.Option("--run", metavar="RUN.toml", help="the run that it is for; else the defaults")
+    ] = None,
+) -> None:
+    """Try whether a model can be sampled from and trained here: files, template, rows, engine against learner."""
+    from sao import config
+    from sao.runtime import doctor, model_check
+
+    ours = [*(overrides or []), f"model.path={json.dumps(str(model_folder))}"]
+    resolved = config.load(run_file, ours) if run_file else config.parse({"env": {"name": "lookup"}}, ours)
+    raise typer.Exit(0 if doctor.show_findings(model_check.findings(resolved)) else 2)
 
 
 @app.command(name="keys")

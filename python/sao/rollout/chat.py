@@ -166,6 +166,10 @@ class Renderer:
         """Whether both tokenizers give every token the same id."""
         return bool(self._tokenizer.get_vocab() == other._tokenizer.get_vocab())
 
+    def token_names(self, ids: Iterable[int]) -> list[str]:
+        """The tokens as the tokenizer writes them."""
+        return list(self._tokenizer.convert_ids_to_tokens([int(index) for index in ids]))
+
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """The text of sampled ids, without special tokens: what an environment gets to see."""
         return self._decode(ids, skip_special_tokens=True)

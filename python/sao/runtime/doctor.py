@@ -63,7 +63,12 @@ print(json.dumps({"gpus": gpus, "cpu": get_cpu_capability(), "threads": torch.ge
 def show() -> bool:
     """Prints what every check finds, and removes what killed runs left behind; whether training can start here."""
     checks = (_python, _torch, _packages, _machine, _sockets, _leftovers)
-    found = [finding for check in checks for finding in check()]
+    return show_findings(finding for check in checks for finding in check())
+
+
+def show_findings(findings: Iterable[Finding]) -> bool:
+    """Prints what was found; whether none of it is a fault."""
+    found = list(findings)
     _print((Text(state, STYLES[state]), Text(subject, "bold"), Text(text)) for subject, state, text in found)
     return all(state != "fault" for _, state, _ in found)
 
