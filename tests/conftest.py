@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 from collections import Counter
 from collections.abc import Generator
 from functools import cache
@@ -16,6 +17,11 @@ from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# A suite that was started in the background or under nohup ignores these, and what it starts would, too.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 # Property tests are not timed, since a test machine may be shared and slow.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
