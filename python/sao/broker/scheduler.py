@@ -1,7 +1,9 @@
 """The scheduler of the broker: which generators there are, how much may be started, and who gets which task."""
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Final
 
 from sao import _core
@@ -85,8 +87,8 @@ class Scheduler:
 
     def overdue(self, now: float) -> list[TrainingTask]:
         """Running tasks that are older than `transport.rollout_timeout_s`, the oldest first."""
-        limit = self.config.transport.rollout_timeout_s
-        return [task for task in self.book.running.values() if now - task.started >= limit]
+        limit = self.config.transport.rollout_timeout_s  # tasks run in the order of their start
+        return list(takewhile(lambda task: now - task.started >= limit, self.book.running.values()))
 
     def permits(self) -> int:
         """Rollouts that may be started now: the least of what staleness, the buffer's room and the end leave."""
@@ -108,9 +110,10 @@ class Scheduler:
             self.evaluation.start(self.run.step, self.versions.current, now)
         out: dict[str, tuple[list[TaskEntry], list[Buffer]]] = {}
         permits = self.permits()
-        able = {name: g for name, g in self.generators.items() if g.free > 0 and g.loaded >= self.floor}
+        able = [(-g.free, name) for name, g in self.generators.items() if g.free > 0 and g.loaded >= self.floor]
+        heapq.heapify(able)  # most free slots first, so that none is starved by a rounded share
         while able:
-            name = max(able, key=lambda name: able[name].free)  # so that none is starved by a rounded share
+            name = able[0][1]
             tasks, frames = out.setdefault(name, ([], []))
             if (episode := self.evaluation.next_task(name)) is not None:
                 tasks.append(episode)
@@ -119,10 +122,13 @@ class Scheduler:
                 tasks.append(self._start(name, frames, now))
             else:
                 break
-            able[name].free -= 1
-            able[name].sent += 1
-            if not able[name].free:
-                del able[name]
+            generator = self.generators[name]
+            generator.free -= 1
+            generator.sent += 1
+            if generator.free:
+                heapq.heapreplace(able, (-generator.free, name))
+            else:
+                heapq.heappop(able)
             if len(frames) >= FRAMES:
                 self._send(name, *out.pop(name))
         for name, waiting in out.items():
