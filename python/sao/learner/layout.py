@@ -41,6 +41,8 @@ class Layout:
 
     def apart(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """For each segment a number; segments with different numbers must not share a forward pass."""
+        if not self.scalings:
+            return np.zeros(len(lengths), dtype=np.int64)
         scaled = [np.where(lengths > n, n + 1 if kind == "longrope" else lengths, 0) for kind, n in self.scalings]
         return np.unique(np.stack([0 * lengths, *scaled]), axis=1, return_inverse=True)[1].reshape(-1)
 

@@ -102,18 +102,23 @@ def _packed(
     # How often a segment's length can be doubled without exceeding the longest.
     level = np.zeros(len(lengths), dtype=np.int64)
     level += sum(lengths <= longest >> halvings for halvings in range(1, CLASSES if masked else 1))
-    best: list[tuple[NDArray[np.int64], _core.Plan]] = []
-    least = np.inf
+
+    def planned(chosen: NDArray[np.bool_]) -> tuple[NDArray[np.int64], _core.Plan, float]:
+        members = np.flatnonzero(chosen)
+        those = lengths[members]
+        width = int(those.max())
+        part = _core.plan(those, ranks, width, bound // width, linear_cost=linear_cost)
+        return members, part, _cost(those, part, ranks, linear_cost)
+
+    best: list[tuple[NDArray[np.int64], _core.Plan, float]] = []
+    least, before = np.inf, list[tuple[NDArray[np.int64], _core.Plan, float]]()
     for last in np.unique(level):  # lengths in (L/2, L], (L/4, L/2], ..., and the rest
-        parts = []
-        for each in np.unique(np.minimum(level, last)):
-            members = np.flatnonzero(np.minimum(level, last) == each)
-            width = int(lengths[members].max())
-            parts.append((members, _core.plan(lengths[members], ranks, width, bound // width, linear_cost=linear_cost)))
-        cost = sum(_cost(lengths[members], part, ranks, linear_cost) for members, part in parts)
+        parts = [*before, planned(level >= last)]
+        cost = sum(cost for _, _, cost in parts)
         if cost < least:
             best, least = parts, cost
-    return best
+        before.append(planned(level == last))
+    return [(members, part) for members, part, _ in best]
 
 
 def _cost(lengths: NDArray[np.int64], part: _core.Plan, ranks: int, linear_cost: float) -> float:

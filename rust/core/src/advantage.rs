@@ -84,7 +84,7 @@ pub struct Batch<'a> {
 ///
 /// A turn reward belongs to the segment it was earned in and is discounted there like any reward; with
 /// [`CrossSegment::Paper`] it therefore reaches earlier segments not at all and shares the factor of its own.
-/// Accumulates in float64, in the same order on every CPU.
+/// Accumulates in float64 by fused multiply-add, in the same order and to the same bit on every CPU.
 ///
 /// # Errors
 /// [`Error::Validation`] names the array, index and value that is wrong; the outputs are unspecified then.
@@ -343,9 +343,9 @@ impl<'a> Walk<'a> {
         }
         for at in (0..odd).rev() {
             let value = f64::from(head[at]);
-            let delta = reward + chain.gamma * chain.next - value;
-            chain.carry = delta + chain.decay * chain.carry;
-            chain.critic = delta + chain.critic_decay * chain.critic;
+            let delta = chain.gamma.mul_add(chain.next, -value) + reward;
+            chain.carry = chain.decay.mul_add(chain.carry, delta);
+            chain.critic = chain.critic_decay.mul_add(chain.critic, delta);
             advantages[at] = (chain.factor * chain.carry) as f32;
             targets[at] = (chain.critic + value) as f32;
             chain.next = value;
@@ -359,9 +359,9 @@ impl<'a> Walk<'a> {
     fn observations(&mut self, from: usize, to: usize) -> Result<()> {
         for &value in self.batch.values[from..to].iter().rev() {
             let value = f64::from(value);
-            let delta = self.gamma * self.next_value - value;
-            self.carry = delta + self.decay * self.carry;
-            self.critic_carry = delta + self.critic_decay * self.critic_carry;
+            let delta = self.gamma.mul_add(self.next_value, -value);
+            self.carry = self.decay.mul_add(self.carry, delta);
+            self.critic_carry = self.critic_decay.mul_add(self.critic_carry, delta);
             self.next_value = value;
         }
         self.finite(from, to)
@@ -396,7 +396,7 @@ impl Chain {
         after[..BLOCK - 1].copy_from_slice(&value[1..]);
         let mut delta = [0.0f64; BLOCK];
         for ((delta, &value), &after) in delta.iter_mut().zip(&value).zip(&after) {
-            *delta = self.gamma * after - value;
+            *delta = self.gamma.mul_add(after, -value);
         }
         delta[BLOCK - 1] += reward;
         let carries = link(&delta, self.decay, self.carry);
@@ -418,8 +418,8 @@ fn link(delta: &[f64; BLOCK], decay: f64, mut carry: f64) -> [f64; BLOCK] {
     let mut out = [0.0; BLOCK];
     for pair in (0..BLOCK / 2).rev() {
         let (first, second) = (delta[2 * pair], delta[2 * pair + 1]);
-        out[2 * pair + 1] = decay * carry + second;
-        carry = square * carry + (decay * second + first);
+        out[2 * pair + 1] = decay.mul_add(carry, second);
+        carry = square.mul_add(carry, decay.mul_add(second, first));
         out[2 * pair] = carry;
     }
     out
