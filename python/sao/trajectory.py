@@ -1,4 +1,4 @@
-"""What a rollout is, once, for everybody: `Segment`, `SegmentBuilder`, `Trajectory`, and their bytes.
+"""The rollout, defined once for everybody: `Segment`, `SegmentBuilder`, `Trajectory`, and their bytes.
 
 Token ids from the engine are the only truth: nothing here decodes text or repairs an array. The rules are checked by
 the native core, the same ones when an object is built and when bytes from outside are decoded.

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class AgentHost:
-    """Plays assignments through agents. name: of the generator, and of the file that tells agents from elsewhere."""
+    """Plays assignments through agents. name: of the generator, and of the file by which outside agents find it."""
 
     def __init__(self, config: Config, name: str) -> None:
         self._config, self._name = config, name

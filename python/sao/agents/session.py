@@ -144,7 +144,7 @@ class AgentSession:
         return _Point(None, ids, messages, False, ids.size)
 
     def _behind(self, point: _Point, messages: Conversation, drifted: bool) -> _Point:
-        """What follows a turn: behind its ids, or all anew where the template leaves out reasoning that they hold."""
+        """The ids that follow a turn: behind its own, or all anew where the template drops reasoning that they hold."""
         renderer, conversation = self.recorder.renderer, (*point.messages, *messages)
         if self.recorder.config.model.reasoning == "template" and (gone := renderer.forgets(conversation)):
             conversation = tuple(replace(m, reasoning="") if at in gone else m for at, m in enumerate(conversation))

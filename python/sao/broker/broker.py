@@ -74,11 +74,11 @@ class Broker:
         self.scheduler.dispatch(now)
 
     def stats(self, name: str, message: m.Stats, now: float) -> None:
-        """A generator says how busy it is; the last report counts."""
+        """Takes a generator's report of its load; the last one counts."""
         self.scheduler.generators[name].report = message
 
     def loaded(self, name: str, message: m.Loaded, now: float) -> None:
-        """A generator says which weights it serves. Raises `TransportError` when they are not those of that version."""
+        """Notes the version that a generator serves. Raises `TransportError` when the weights are others."""
         try:
             self.versions.verify(message.version, message.fingerprint)
         except TransportError as error:
@@ -383,7 +383,7 @@ class Broker:
         return m.Position(self.run.step, self.versions.current)
 
     def note(self) -> dict[str, Any]:
-        """What a later broker needs to know beside ledger and frames."""
+        """The state that a later broker needs beside ledger and frames."""
         owners = self.versions.note() | self.scheduler.note() | self.leases.note() | self.evaluation.note()
         return {"run": self.run, **owners}
 

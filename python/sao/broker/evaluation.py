@@ -127,7 +127,7 @@ class Evaluation:
         self.current = self._waiting = None
 
     def note(self) -> dict[str, Any]:
-        """What `restore` needs: also step and version of the newest round without a result."""
+        """The state that `restore` needs: also step and version of the newest round without a result."""
         running = (self.current.step, self.current.version) if self.current else None
         return {"last_evaluated": self._last_step, "eval_rounds": self._rounds, "eval_due": self._waiting or running}
 

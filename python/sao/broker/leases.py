@@ -57,7 +57,7 @@ class LeaseTable:
     session: str = ""
     """Of the learner that has joined last; who comes back with it holds what it was given."""
     back_by: float | None = None
-    """When what a silent learner holds is given back, unless it is heard again."""
+    """When the leases of a silent learner are given back, unless it answers before."""
     next_number: int = 1
     last_number: int = 0
     """Of the lease that was trained last."""
@@ -95,7 +95,7 @@ class LeaseTable:
         return [number for number, lease in self.open.items() if lease.key in keys]
 
     def give_back(self, number: int) -> None:
-        """What the learner has not used is ready again; what the log has lost meanwhile is started again."""
+        """Makes leased trajectories that the learner has not used ready again; those that the log lost start again."""
         lease = self.open.pop(number)
         self.book.give_back(number, lease.ordinals)
         for copy in lease.copies:
@@ -122,7 +122,7 @@ class LeaseTable:
             copy.commit()
 
     def note(self) -> dict[str, Any]:
-        """What `restore` needs beside the ledger's leases."""
+        """The state that `restore` needs beside the ledger's leases."""
         return {"next_lease": self.next_number, "last_lease": self.last_number, "learner": self.session}
 
     def restore(self, note: dict[str, Any], now: float) -> None:

@@ -1,4 +1,4 @@
-"""What the broker measures from step to step, and the alarm of the log-prob gap."""
+"""The broker's measurements from step to step, and the alarm of the log-prob gap."""
 
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class StepMeter:
-    """What happened between two steps, and the survival of rollouts by length over the last `window` finished ones."""
+    """Counts between two steps, and the survival of rollouts by length over the last `window` finished ones."""
 
     def __init__(self, now: float, sampled_tokens: int, window: int = 2000) -> None:
         self._since, self._sampled = now, sampled_tokens

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Outbox:
-    """What carries the messages: the server's sockets, a test's list, a simulator's clock."""
+    """The carrier of messages: the server's sockets, a test's list, a simulator's clock."""
 
     push: Callable[[str, str, Message], None]
     """Sends unasked to the peer of this role and name; without a name to all of the role."""
@@ -20,6 +20,6 @@ class Outbox:
     """Answers the request of this key that waits."""
 
     def event(self, level: Literal["info", "warning", "error"], text: str) -> None:
-        """What a user should see, to the log and the supervisor."""
+        """Sends a line that a user should see to the log and the supervisor."""
         log.log(logging.getLevelNamesMapping()[level.upper()], "%s", text)
         self.push("supervisor", "", Event(level=level, text=text))

@@ -33,7 +33,7 @@ class Persistence:
         self._sync, self._settling = sync, False
         self._checkpoints: Path | None = None
         self.note: dict[str, Any] = {}
-        """What an earlier broker has written down last, whose peers are still there; empty when none has."""
+        """The last state that an earlier broker wrote, whose peers are still there; empty when there is none."""
         self.resumed: int | None = None
         """The step that the learner goes on after, when it has lost later ones."""
         self.taken_back: list[dict[str, Any]] = []

@@ -13,7 +13,7 @@ from sao.broker.tasks import TrainingTask
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the owners of the broker's state show together."""
+    """The view of the broker's state over all its owners."""
 
     scheduler: Scheduler
     leases: LeaseTable
@@ -81,7 +81,7 @@ class Report:
         }
 
     def waits(self, now: float) -> list[str]:
-        """What the run waits for, who waits first: how long it has been and may be. Empty when the run is over."""
+        """The waits of the run in the order in which they run out: how long each has been and may be."""
         scheduler, book, found = self.scheduler, self.scheduler.book, list[str]()
         if scheduler.run.done is not None:
             return found

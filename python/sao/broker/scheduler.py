@@ -135,7 +135,7 @@ class Scheduler:
             self._send(name, *waiting)
 
     def note(self) -> dict[str, Any]:
-        """What `restore` needs."""
+        """The state that `restore` needs."""
         return {"floor": self.floor, "generators": sorted(self.generators.keys() | self.missing)}
 
     def restore(self, note: dict[str, Any], now: float) -> None:

@@ -254,9 +254,9 @@ class Server:
         self._closing_since = self._closing_since or now
         peers = self._mailbox.peers.values()
         overdue = now - self._closing_since > self._config.transport.shutdown_s
-        told = not self._awaited() and all(not peer.link.sent for peer in peers)
+        acknowledged = not self._awaited() and all(not peer.link.sent for peer in peers)
         alone = not any(peer.role in WORKERS for peer in peers)
-        if ((told or overdue) and alone) or (overdue and self._endings):
+        if ((acknowledged or overdue) and alone) or (overdue and self._endings):
             self.actor.stop()
 
     def _awaited(self) -> bool:

@@ -62,7 +62,7 @@ class Versions:
         return "", ""
 
     def note(self) -> dict[str, Any]:
-        """What `restore` needs."""
+        """The state that `restore` needs."""
         return {"version": self.current, "weights": self.weights, "fingerprints": self.fingerprints}
 
     def restore(self, note: dict[str, Any]) -> None:

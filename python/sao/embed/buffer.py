@@ -155,7 +155,7 @@ class TrajectoryBuffer:
         return len(self._core.advance(version, keep_from))
 
     def snapshot(self) -> dict[str, NDArray[np.generic]]:
-        """What is held, in order of completion: arrays sequence, leased, bytes, min_version and task (-1: none), an
+        """The trajectories, in order of completion: arrays sequence, leased, bytes, min_version and task (-1: none), an
         entry a trajectory.
 
         Producers and consumers go on meanwhile: what is held from beginning to end is in it exactly once.
@@ -187,22 +187,22 @@ class TrajectoryBuffer:
 async def _until(
     waiter: _core.Waiter, attempt: Callable[[], Result | None], timeout_s: float | None, what: str
 ) -> Result:
-    """The result of `attempt`, tried again whenever the waiter is told."""
+    """The result of `attempt`, tried again whenever the waiter is notified."""
     import asyncio  # here, because it is heavier than the rest of this module
 
     loop = asyncio.get_running_loop()
-    told = asyncio.Event()
+    notified = asyncio.Event()
     try:
         if timeout_s is not None and not timeout_s >= 0:  # a NaN would come between the timers of the loop
             raise ValidationError(f"timeout_s: {timeout_s} must be at least 0")
         if (result := attempt()) is not None:
             return result
-        loop.add_reader(waiter.fileno(), told.set)
+        loop.add_reader(waiter.fileno(), notified.set)
         try:
             async with asyncio.timeout(timeout_s):
                 while (result := attempt()) is None:
-                    await told.wait()
-                    told.clear()
+                    await notified.wait()
+                    notified.clear()
                 return result
         except TimeoutError:
             raise DeadlineError(f"waited {timeout_s} s for {what}") from None

@@ -262,7 +262,7 @@ class Decoder:
 
 
 def weights_of(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """What an update carries: parameters and saved buffers by name; and the further names of tied ones -> the first."""
+    """The content of an update: parameters and saved buffers by name; the further names of tied ones -> the first."""
     saved, first = model.state_dict(keep_vars=True), {}  # type: dict[str, torch.Tensor], dict[int, str]
     tied = {name: one for name, tensor in saved.items() if (one := first.setdefault(id(tensor), name)) != name}
     return {name: tensor for name, tensor in saved.items() if name not in tied}, tied

@@ -178,8 +178,8 @@ def is_unicode(text: str) -> bool:
 
 def _texts(message: Message) -> list[Any]:
     calls = message.tool_calls if isinstance(message.tool_calls, tuple) else (None,)
-    said = [message.content, message.tool_call_id, message.name, message.reasoning]
-    return said + [getattr(call, name, None) for call in calls for name in ("name", "arguments", "id")]
+    parts = [message.content, message.tool_call_id, message.name, message.reasoning]
+    return parts + [getattr(call, name, None) for call in calls for name in ("name", "arguments", "id")]
 
 
 def check_messages(messages: Any, what: str) -> tuple[Message, ...]:

@@ -47,7 +47,7 @@ def choose(config: "Config", device: torch.device) -> str:
 
 
 def mask(owners: torch.Tensor, kind: str) -> Any:
-    """What a transformers model takes as `attention_mask`.
+    """The `attention_mask` of a transformers model.
 
     owners: int64[R, L], the segment at each position. Returns bool[R, 1, L, L] for sdpa (true where a position may
     look), a block mask for flex attention, None for flash attention.

@@ -66,7 +66,7 @@ class Layout:
         padding: int,
         device: torch.device,
     ) -> dict[str, Any]:
-        """What the backbone takes for segments that lie end to end in `ids`; the i-th from (rows[i], starts[i]) on.
+        """The backbone's inputs for segments that lie end to end in `ids`; the i-th from (rows[i], starts[i]) on.
 
         `padding`: the token in places that hold none; a real one, since a zero embedding has no finite gradient in some
         models.

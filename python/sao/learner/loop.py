@@ -1,4 +1,4 @@
-"""The learner's loop: takes a batch from the broker, trains on it, commits, saves, until the broker says stop.
+"""The learner's loop: takes a batch from the broker, trains on it, commits, saves, until the broker stops it.
 
 Rank 0 talks to the broker; the other ranks get its frames and make the same calls. Waiting is done in rounds, so that
 no rank waits for another longer than a round, however long the broker needs for a batch.
@@ -24,7 +24,7 @@ from sao.transport.messages import Batch, Commit, Event, Take
 
 log = logging.getLogger(__name__)
 
-STOPPED = "the broker said stop"
+STOPPED = "stopped by the broker"
 _ROUND_S = 20.0
 _COMMIT_S = 600.0  # a broker that is away is waited for: `transport.outage_s` ends that, unless it is longer
 _WAIT, _STOP, _BATCH = 0, 1, 2
@@ -42,7 +42,7 @@ class Taken:
 
 
 def train(learner: Learner, connection: Client | None, checkpoints: Path, trained: Ordinals | None = None) -> str:
-    """Trains until `run.steps` steps are done or the broker says stop, saves, and returns why it ended.
+    """Trains until `run.steps` steps are done or the broker stops it, saves, and returns why it ended.
 
     `connection` is that to the broker on rank 0 and None elsewhere; `trained`: the tasks of the checkpoint that the
     learner continues from. A checkpoint that cannot be saved is reported and training goes on, unless it is the last.
@@ -76,7 +76,7 @@ def train(learner: Learner, connection: Client | None, checkpoints: Path, traine
 
 
 def take(learner: Learner, connection: Client | None) -> Taken | None:
-    """The next batch on every rank, or None when the broker says stop."""
+    """The next batch on every rank, or None when the broker has stopped it."""
     began, world = time.perf_counter(), learner.world
     future = None if connection is None else connection.call(Take(n=learner.config.learner.batch_trajectories))
     batch: Batch | None = None

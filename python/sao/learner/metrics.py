@@ -18,7 +18,7 @@ _MAXIMA = ("ratio", "gap")
 
 
 def describe(trajectories: Sequence[Trajectory], batch: Batch, success_reward: float) -> dict[str, float]:
-    """What the batch itself says: rewards, lengths, lags. The same on every rank, so nothing is reduced."""
+    """Metrics of the batch alone: rewards, lengths, lags. The same on every rank, so nothing is reduced."""
     mask, count, lags = batch.action_mask, batch.n_trajectories, batch.lags[batch.action_mask]
     actions = np.bincount(batch.trajectory_of_token[mask], minlength=count)
     starts = mask.copy()

@@ -48,7 +48,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did. Tokens with a gradient (of the policy; in critic warm-up, of the critic) and tokens without."""
+    """The counts of a step: tokens with a gradient (in critic warm-up the critic's) and tokens without."""
 
     step: int  # steps done, this one included
     version: int  # policy version after the step

@@ -1,4 +1,4 @@
-"""What is measured on: trajectories, lengths and batches as they come up in agentic runs. Seeded NumPy generators."""
+"""Workloads: trajectories, lengths and batches as they come up in agentic runs. Seeded NumPy generators."""
 
 from itertools import pairwise
 

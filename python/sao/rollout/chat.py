@@ -185,7 +185,7 @@ class Renderer:
         tools: str = "",
         before: Sequence[Message] = (),
     ) -> str:
-        """What the template puts behind a turn, from its end on; `before`: what stands before the turn."""
+        """The text that the template puts behind a turn, from its end on; `before`: what stands before the turn."""
         rest = self._rest(messages, calls, tools, before)
         names = self.template.pattern.finditer(rest)
         end = next((found for found in names if not calls or self.template.marks[found[0]] in self._ends), None)
@@ -235,7 +235,7 @@ class Renderer:
         self.reader = Reader(self._tokenizer, template, [one for one, index in marks.items() if index in self._ends])
 
     def _settle_content(self) -> str:
-        """What is behind a turn, with content as text, else as a list of parts."""
+        """The text behind a turn, with content as text, else as a list of parts."""
         try:
             return self._behind(_THEN)
         except EnvironmentFailure as error:

@@ -19,7 +19,7 @@ GIVEN = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception"}
     | {f"{kind}_token" for kind in ("bos", "eos", "pad", "unk")}
 )
-"""What every template is given, so that no variable of a run may have its name."""
+"""Variables that every template gets, so that no variable of a run may have its name."""
 
 
 def source(folder: Path, file: str | None = None) -> str | dict[str, str] | None:

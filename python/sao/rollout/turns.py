@@ -91,12 +91,12 @@ def unpack(header: Buffer, payload: Buffer) -> Turn:
 
 def digest(messages: Sequence[Message], reward: float | None = None) -> bytes:
     """16 bytes over an answer of an environment: its messages and the reward of the turn."""
-    said = []
+    parts = []
     for m in messages:
         calls = [[call.name, call.arguments, call.id] for call in m.tool_calls]
         more = [calls, m.tool_call_id, m.name, m.reasoning]
-        said.append([m.role, m.content, *(more if any(more) else ())])
-    packed = msgpack.packb([said, None if reward is None else float(reward)])
+        parts.append([m.role, m.content, *(more if any(more) else ())])
+    packed = msgpack.packb([parts, None if reward is None else float(reward)])
     return hashlib.blake2b(packed, digest_size=16).digest()
 
 

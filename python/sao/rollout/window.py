@@ -139,8 +139,8 @@ class Window:
 
 
 def _conversation(opening: Sequence[Message], steps: Sequence[Step]) -> tuple[Message, ...]:
-    said = [message for step in steps for message in (step.turn, *step.messages) if message is not None]
-    return (*opening, *said)
+    following = [message for step in steps for message in (step.turn, *step.messages) if message is not None]
+    return (*opening, *following)
 
 
 def joined(messages: Sequence[Message], message: Message) -> tuple[Message, ...]:

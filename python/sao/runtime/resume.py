@@ -50,7 +50,7 @@ class Resume(NamedTuple):
 
     @property
     def record(self) -> dict[str, int]:
-        """What `metrics.jsonl` says of it."""
+        """Its lines in `metrics.jsonl`."""
         return {"step": self.step, "version": self.version, "lost_steps": self.lost_steps}
 
 

@@ -118,7 +118,7 @@ def _places(config: Config, sockets: Path, weights: Path, found: Resume | None, 
 
 
 def _summary(run_folder: Path, config: Config) -> list[str]:
-    """What came of the run, in lines: held-out success first and last, the critic, the model, the curves."""
+    """The outcome of the run, in lines: held-out success first and last, the critic, the model, the curves."""
     lines = []
     records = sinks.surviving(sinks.read(run_folder / "metrics.jsonl"))
     if held_out := [record for record in records if record["kind"] == "eval" and record["success"] is not None]:

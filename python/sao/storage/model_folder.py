@@ -124,7 +124,7 @@ def _index(folder: Path) -> dict[str, str]:
 
 
 def _absent(folder: Path, name: str) -> str:
-    """What to say of weights that are not there under this name."""
+    """The text about weights that are not there under this name."""
     if others := sorted(path.name for path in folder.glob("*.safetensors")):
         return f"{name}; {others[0]} is not read, since no {INDEX} names it"
     pickled = sorted(path.name for path in folder.glob("*.bin"))
@@ -211,7 +211,7 @@ def empty(path: str | Path, field: str = "model.path", **options: Any) -> Any:
 
 
 def _auto(config: Any) -> Any:
-    """What makes the model of a configuration; of images and text the text part, where there is a class for that."""
+    """The class of a configuration's model; for images and text its text part, where there is a class for that."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     causal: Any = AutoModelForCausalLM
@@ -243,7 +243,7 @@ def tensor_faults(folder: Path) -> list[str]:
 
 
 def _tensor_faults(lm: Any, report: Mapping[str, Any], *, head: bool) -> Iterator[str]:
-    """What a loading report of transformers says of absent, misshapen and left-over tensors."""
+    """The lines of a loading report of transformers about absent, misshapen and left-over tensors."""
     base = lm.base_model_prefix + "."
     missing = {name for name in report["missing_keys"] if head or name.startswith(base)}
     if missing:

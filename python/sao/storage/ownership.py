@@ -1,4 +1,4 @@
-"""Owners of folders: a file `owner` says whose a folder is, so that what a killed process left can be removed.
+"""Owners of folders: a file `owner` names the owner, so that what a killed process left can be removed.
 
 The owner holds a lock on that file. The kernel releases it with the process, whatever ended it, and knows it in every
 container that shares the folder; process numbers and clocks mean nothing there. Where files cannot be locked nobody is

@@ -66,7 +66,7 @@ class Monitor:
             self.warnings.append(f"{key}: left out: {type(error).__name__}: {error}")
 
     def _write(self, sink: Sink, happened: Record) -> None:
-        """A sink's fault must not end a run, nor a passing one the sink: what it missed is said when it is over."""
+        """A sink's fault must not end a run, nor a passing one the sink: the gap is reported when it is over."""
         name = type(sink).__name__
         try:
             if missed := self._missed[sink]:

@@ -46,7 +46,7 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Callbacks:
-    """What a client calls in its I/O thread. All must return at once: hand over, do not work."""
+    """The callbacks of a client, called in its I/O thread. All must return at once: hand over, do not work."""
 
     pushed: Callable[[Message], Any] = lambda message: None
     """Everything that the broker sends on its own (tasks, weights, stop, ...), each exactly once."""

@@ -93,7 +93,7 @@ def write(folder: Path, names: Iterable[str] = ()) -> list[Path]:
 
 
 def server_keys(folder: str | Path | None, endpoint: str, name: str = BROKER) -> Keys | None:
-    """What the listening side `name` needs; None where no keys are used: without a folder, and over ipc.
+    """The keys of the listening side `name`; None where no keys are used: without a folder, and over ipc.
 
     Raises `ConfigError` that names the file that is missing, open or broken.
     """
@@ -105,7 +105,7 @@ def server_keys(folder: str | Path | None, endpoint: str, name: str = BROKER) ->
 
 
 def client_keys(folder: str | Path | None, endpoint: str, role: str, name: str, server: str = BROKER) -> Keys | None:
-    """What a connecting side needs: its own pair (named like itself, else like its role; visitors: any) and the
+    """The keys of a connecting side: its own pair (named like itself, else like its role; visitors: any) and the
     public key of `server`. None where no keys are used: without a folder, and over ipc.
 
     Raises `ConfigError` that names the file that is missing, open or broken.

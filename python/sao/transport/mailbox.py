@@ -43,7 +43,7 @@ class Peer:
     link: Link = field(default_factory=Link)
     conversation: int = field(default_factory=lambda: secrets.randbits(62))
     outbox: deque[list[Buffer]] = field(default_factory=deque)
-    """What leaves at the end of the turn, or when the socket has room again, in order."""
+    """Messages that leave at the end of the turn, or when the socket has room again, in order."""
     acks: list[int] = field(default_factory=list)
     """Plain acknowledgements of this turn; they leave as one message."""
     unreachable_since: float | None = None

@@ -37,7 +37,7 @@ def private_folder(prefix: str = "sao-", base: str | None = None) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What both ends of a connection must agree on; as in the section `transport` of the configuration."""
+    """The settings that both ends of a connection share; as in the section `transport` of the configuration."""
 
     max_message_bytes: int = 1 << 28
     heartbeat_s: float = 1.0

@@ -1,4 +1,4 @@
-"""What happens to a connection below its messages: found, refused, cut; so that silence can be given its reason."""
+"""Events of a connection below its messages: found, refused, cut; they give silence a reason."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ class Puller:
         return self._client
 
     def _chunks(self, version: int) -> Iterator[Buffer]:
-        """The bytes of a file in order: the first chunk tells how many there are, then several are asked for at once,
+        """The bytes of a file in order: the first chunk carries their number, then several are asked for at once,
         larger ones while they come quickly, smaller ones while they are slow.
         """
         client, asked = self._joined(), deque[tuple[Pull, float, Future[Message]]]()

@@ -44,7 +44,7 @@ impl Lambda {
     }
 }
 
-/// What is computed.
+/// The parameters of the estimators.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Parameters {
     /// Discount per action token, in `(0, 1]`.

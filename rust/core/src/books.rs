@@ -24,7 +24,7 @@ pub const MAX_REASON_BYTES: usize = 128;
 pub const REWOUND: &str = "rewound";
 /// Attempts that are remembered to have ended; more than all generators have slots.
 const ANSWERED: usize = 1 << 14;
-/// What no number of a snapshot reaches, so that one more can always be counted.
+/// A bound that no number of a snapshot reaches, so that one more can always be counted.
 const LIMIT: u64 = 1 << 63;
 
 /// Where an unfinished task is.

@@ -1,6 +1,6 @@
 //! The one error type of the crate; each variant becomes one class of `sao.errors` in Python.
 
-/// What went wrong; the text names the field, the value and what was expected.
+/// An error of the core; the text names the field, the value and what was expected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// A trajectory, segment or array breaks its contract.

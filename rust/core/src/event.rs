@@ -32,7 +32,7 @@ pub enum Event {
     Anew(u64),
     /// The end of an attempt was reported (ordinal, attempt). The last 16,384 are remembered.
     Answered(u64, u64),
-    /// What the owner of the ledger keeps beside it, in place of the last note.
+    /// A note that the owner of the ledger keeps beside it, in place of the last one.
     Note(Vec<u8>),
 }
 

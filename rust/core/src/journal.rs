@@ -52,7 +52,7 @@ struct Place {
 /// A record that cannot be read.
 pub(crate) struct Damage {
     at: u64,
-    /// What it was about, where its head is whole.
+    /// The task it belongs to, where its head is whole.
     pub(crate) key: Option<Key>,
     pub(crate) text: String,
 }
@@ -126,7 +126,7 @@ fn write_all(mut file: &File, head: &[u8], frames: &[&[u8]]) -> io::Result<()> {
     Ok(())
 }
 
-/// What is in a segment.
+/// The content of a segment.
 #[derive(Default)]
 struct Content {
     frames: Vec<(Key, u64, u64)>,

@@ -91,7 +91,7 @@ impl Ledger {
         Ok(ledger)
     }
 
-    /// What the books say.
+    /// The state of the books.
     pub fn books(&self) -> &Books {
         &self.books
     }
@@ -184,7 +184,7 @@ impl Ledger {
         journal.map_or(Ok(()), |journal| journal.append(key, frames))
     }
 
-    /// What is kept of an unfinished task: its trajectory when it is ready or leased, else its turns in order, up to the
+    /// The frames kept of an unfinished task: its trajectory when it is ready or leased, else its turns in order, up to the
     /// first that is missing.
     ///
     /// # Errors
@@ -201,7 +201,7 @@ impl Ledger {
         Ok(found?.into_iter().map(Stored).collect())
     }
 
-    /// What of the frames was damaged when the journal was opened, by file and byte.
+    /// The frames that were damaged when the journal was opened, by file and byte.
     pub fn damage(&self) -> &[String] {
         &self.damage
     }

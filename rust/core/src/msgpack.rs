@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 /// Most entries of a map.
 pub const MAX_KEYS: usize = 1024;
 
-/// What is left to read. Every read names the field it is for.
+/// The bytes left to read. Every read names the field it is for.
 pub(crate) struct Reader<'a>(pub(crate) &'a [u8]);
 
 impl<'a> Reader<'a> {

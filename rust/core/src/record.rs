@@ -10,7 +10,7 @@ pub(crate) const HEAD_BYTES: usize = 44;
 const MAGIC: &[u8] = b"SAO";
 const CHECKED_BYTES: usize = HEAD_BYTES - 4;
 
-/// What a record holds.
+/// The kind of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Kind {
     /// The books as a whole; begins a segment.
@@ -30,7 +30,7 @@ impl Kind {
     }
 }
 
-/// What a record is about.
+/// The place of a record in the books.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Key {
     /// Its task; of one that commits, the number of the transaction.
@@ -101,7 +101,7 @@ impl Head {
     }
 }
 
-/// What comes before the frames of a record: its head and their lengths.
+/// The start of a record, before its frames: its head and their lengths.
 pub(crate) fn begin(key: Key, frames: &[&[u8]]) -> Vec<u8> {
     let table: Vec<u8> = frames
         .iter()

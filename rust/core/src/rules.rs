@@ -4,7 +4,7 @@ use multiversion::multiversion;
 
 use crate::checksum::{crc32c, Crc};
 
-/// What is read twice, for the checksum and for the rules, is read in parts that fit a first-level cache; the checksum
+/// Bytes that are read twice, for the checksum and for the rules, are read in parts that fit a first-level cache; the checksum
 /// works on 384 bytes at a time.
 const PART_BYTES: usize = 40 * 384;
 
@@ -23,7 +23,7 @@ pub(crate) fn kept(ids: &[u8], logprobs: &[u8], mask: &[u8]) -> Option<usize> {
     actions.filter(|_| ids_kept(ids))
 }
 
-/// CRC-32C of the three, and what `kept` tells of them.
+/// CRC-32C of the three, and their count of sampled tokens by `kept`.
 pub(crate) fn sealed(ids: &[u8], logprobs: &[u8], mask: &[u8]) -> ([u32; 3], Option<usize>) {
     let (of_ids, ids_kept) = ids_sealed(ids);
     let (of_mask, mut of_logprobs) = (crc32c(&[mask]), Crc::new());

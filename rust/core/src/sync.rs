@@ -21,7 +21,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What `crossbeam_queue::SegQueue` promises, for loom: first in, first out, between any threads.
+/// The contract of `crossbeam_queue::SegQueue`, for loom: first in, first out, between any threads.
 #[cfg(loom)]
 #[derive(Debug)]
 pub(crate) struct SegQueue<T>(Mutex<std::collections::VecDeque<T>>);

@@ -1,4 +1,4 @@
-//! What a rollout is: segments of sampled and given tokens, its outcome, and the rules that both must keep.
+//! The rollout: segments of sampled and given tokens, its outcome, and the rules that both must keep.
 //!
 //! Token arrays are borrowed little-endian bytes, so that the same pass checks arrays of a caller and arrays inside a
 //! received payload without copying either.
@@ -12,7 +12,7 @@ use crate::msgpack::MAX_KEYS;
 use crate::rules::{kept, sealed};
 use crate::sidecar::{self, Sidecar};
 
-/// What a segment is for.
+/// The kind of a segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SegmentKind {
     /// Acting in the environment.
@@ -81,7 +81,7 @@ pub struct Span {
 /// One physical token sequence; the three arrays have the same length n.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Segment<'a> {
-    /// What it is for.
+    /// Its kind.
     pub kind: SegmentKind,
     /// i32 little endian, 4 n bytes, each id >= 0.
     pub token_ids: &'a [u8],
@@ -222,7 +222,7 @@ impl Segment<'_> {
         Ok(())
     }
 
-    /// What is left when the lengths are equal; `kept` is the number of sampled tokens if the arrays keep their rules.
+    /// The rules beyond equal lengths; `kept` is the number of sampled tokens if the arrays keep their rules.
     pub(crate) fn check_rest(&self, prefix: &dyn Display, kept: Option<usize>) -> Result<Counts> {
         let tokens = self.action_mask.len();
         if tokens == 0 {
@@ -365,7 +365,7 @@ impl Trajectory<'_> {
         Ok((counts, crcs))
     }
 
-    /// As `check`, with what `rules` told of the arrays of each segment.
+    /// As `check`, with the result of `rules` for the arrays of each segment.
     pub(crate) fn check_rest(&self, kept: &[Option<usize>]) -> Result<Counts> {
         self.check_by(|segment, index, prefix| segment.check_rest(prefix, kept[index]))
     }

@@ -28,7 +28,7 @@ pub const DEFAULT_MAX_SEGMENTS: usize = 4096;
 const FIELDS: u32 = 18;
 const SEGMENT_FIELDS: u32 = 6;
 
-/// What a decoder accepts.
+/// The limits of a decoder.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
     /// Longest payload, bytes.
@@ -46,7 +46,7 @@ impl Default for Limits {
     }
 }
 
-/// What a header alone tells.
+/// The summary that a header alone gives.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Summary {
     /// 128-bit id.
@@ -304,7 +304,7 @@ fn put_version(out: &mut Vec<u8>, version: Option<i64>) -> Put {
     }
 }
 
-/// What a header says of a sidecar.
+/// A sidecar as the header announces it.
 #[derive(Debug, Clone, PartialEq)]
 struct Announced {
     bytes: usize,
@@ -345,7 +345,7 @@ pub fn summary(header: &[u8], limits: Limits) -> Result<Summary> {
             .sidecars
             .into_iter()
             .zip(&read.announced)
-            .map(|(sidecar, told)| (sidecar.name, told.bytes))
+            .map(|(sidecar, expected)| (sidecar.name, expected.bytes))
             .collect(),
     })
 }
@@ -399,10 +399,10 @@ pub fn decode_with<'a>(
                 return wire(format!("payload[{end}:{offset}]: padding is not zero"));
             }
             end = offset + sizes[column];
-            let (found, told) = (found[column], read.crcs[index][column]);
-            if found != told {
+            let (found, expected) = (found[column], read.crcs[index][column]);
+            if found != expected {
                 return wire(format!(
-                    "segments[{index}].{}: crc32c {found:#010x}, the header announces {told:#010x}",
+                    "segments[{index}].{}: crc32c {found:#010x}, the header announces {expected:#010x}",
                     ARRAYS[column]
                 ));
             }
@@ -447,20 +447,20 @@ fn attach<'a>(
         )));
     }
     let mut attached = Vec::with_capacity(sidecars.len());
-    for ((sidecar, told), frame) in sidecars.into_iter().zip(announced).zip(frames) {
+    for ((sidecar, expected), frame) in sidecars.into_iter().zip(announced).zip(frames) {
         let name = &sidecar.name;
-        if frame.len() != told.bytes {
+        if frame.len() != expected.bytes {
             return Err(Error::Wire(format!(
                 "sidecars[{name:?}]: {} bytes, the header announces {}",
                 frame.len(),
-                told.bytes
+                expected.bytes
             )));
         }
         let found = crc32c(&[frame]);
-        if found != told.crc {
+        if found != expected.crc {
             return Err(Error::Wire(format!(
                 "sidecars[{name:?}]: crc32c {found:#010x}, the header announces {:#010x}",
-                told.crc
+                expected.crc
             )));
         }
         attached.push(Sidecar {
@@ -481,10 +481,10 @@ fn read_header(header: &[u8], limits: Limits) -> Result<Header> {
     let mut reader = Reader(header);
     reader.open()?;
     let at = header.len() - reader.0.len() + 1; // behind the marker of the number
-    let told = reader.crc()?;
-    if header_crc(header, at) != told {
+    let expected = reader.crc()?;
+    if header_crc(header, at) != expected {
         return wire(format!(
-            "header: crc32c does not match the announced {told:#010x}"
+            "header: crc32c does not match the announced {expected:#010x}"
         ));
     }
     reader.key("payload_bytes")?;

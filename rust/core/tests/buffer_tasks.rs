@@ -97,7 +97,7 @@ fn what_can_never_be_served_is_refused_before_anything_happens() {
             buffer.wait_to_take(asked, Box::new(|| ())).map(drop),
         ] {
             match result {
-                Err(Error::Validation(said)) => assert!(said.starts_with(text), "{said}"),
+                Err(Error::Validation(message)) => assert!(message.starts_with(text), "{message}"),
                 other => panic!("{other:?}"),
             }
         }
@@ -105,7 +105,7 @@ fn what_can_never_be_served_is_refused_before_anything_happens() {
     let stats = buffer.stats();
     assert_eq!((stats.ready, stats.leased, stats.waiting), (1, 0, (0, 0)));
     match buffer.put(&[], &[], of(-2, 0), &mut at_once()) {
-        Err(Error::Validation(said)) => assert!(said.starts_with("task: -2 is"), "{said}"),
+        Err(Error::Validation(message)) => assert!(message.starts_with("task: -2 is"), "{message}"),
         other => panic!("{other:?}"),
     }
 }
@@ -115,9 +115,10 @@ fn a_deadline_names_a_task_that_is_missing() {
     let buffer = buffer(4, Policy::Block);
     put(&buffer, 1);
     match buffer.take(&[1, 9], &mut at_once()) {
-        Err(Error::Deadline(said)) => assert!(
-            said.starts_with("waited 0 s for 2 trajectories by task, that of task 9 is missing (1"),
-            "{said}"
+        Err(Error::Deadline(message)) => assert!(
+            message
+                .starts_with("waited 0 s for 2 trajectories by task, that of task 9 is missing (1"),
+            "{message}"
         ),
         other => panic!("{other:?}"),
     }
@@ -340,12 +341,12 @@ fn no_wake_up_is_lost_when_what_is_awaited_comes_goes_and_comes_back() {
             let (buffer, version) = (&buffer, &version);
             let producers: Vec<mpsc::Sender<()>> = (0..3i64)
                 .map(|task| {
-                    let (again, told) = mpsc::channel();
+                    let (again, answer) = mpsc::channel();
                     scope.spawn(move || loop {
                         let label = of(task, version.load(Ordering::SeqCst));
                         let header = task.to_le_bytes();
                         if buffer.put(&header, &[], label, &mut events_only()).is_err()
-                            || told.recv().is_err()
+                            || answer.recv().is_err()
                         {
                             return;
                         }

@@ -473,7 +473,7 @@ impl Run {
         }
     }
 
-    /// What the journal must have kept.
+    /// The state that the journal must have kept.
     fn expected(&self) -> String {
         let frame = |body: &Vec<u8>| vec![b"h".to_vec(), body.clone()];
         let tasks = unfinished(&self.ledger).into_iter();

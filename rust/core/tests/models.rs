@@ -49,7 +49,7 @@ fn tasks(leases: &[Lease]) -> Vec<i64> {
     items.map(|item| item.label().task).collect()
 }
 
-/// A consumer that parks is told of a trajectory that arrives through the ring.
+/// A consumer that parks is notified of a trajectory that arrives through the ring.
 #[test]
 fn a_put_wakes_a_take() {
     check(|| {
@@ -67,7 +67,7 @@ fn a_put_wakes_a_take() {
     });
 }
 
-/// A consumer of two is told by whichever of two producers comes last.
+/// A consumer of two is notified by whichever of two producers comes last.
 #[test]
 fn two_puts_wake_a_take_of_both() {
     check(|| {
@@ -86,7 +86,7 @@ fn two_puts_wake_a_take_of_both() {
     });
 }
 
-/// A producer that parks for room is told when the bytes of a settled trajectory come back.
+/// A producer that parks for room is notified when the bytes of a settled trajectory come back.
 #[test]
 fn freed_bytes_wake_a_put() {
     check(|| {
@@ -259,14 +259,14 @@ fn two_puts_drop_what_is_old() {
 fn a_put_calls_a_waiter() {
     check(|| {
         let buffer = buffer(2, 4, Policy::Block);
-        let (told, called) = (
+        let (notified, called) = (
             Arc::new(loom::sync::Mutex::new(false)),
             Arc::new(loom::sync::Condvar::new()),
         );
         let waiter = {
-            let (told, called) = (told.clone(), called.clone());
+            let (notified, called) = (notified.clone(), called.clone());
             let call = move || {
-                *told.lock().unwrap() = true;
+                *notified.lock().unwrap() = true;
                 called.notify_one();
             };
             buffer.wait_to_take(1, Box::new(call)).unwrap()
@@ -279,7 +279,7 @@ fn a_put_calls_a_waiter() {
             if let Some(leases) = waiter.take().unwrap() {
                 break leases;
             }
-            let mut now = told.lock().unwrap();
+            let mut now = notified.lock().unwrap();
             while !*now {
                 now = called.wait(now).unwrap();
             }
@@ -290,7 +290,7 @@ fn a_put_calls_a_waiter() {
     });
 }
 
-/// A consumer of two tasks is told by whichever of two producers comes last, and gets them in the order asked.
+/// A consumer of two tasks is notified by whichever of two producers comes last, and gets them in the order asked.
 #[test]
 fn two_puts_wake_a_take_of_tasks() {
     check(|| {
@@ -309,7 +309,7 @@ fn two_puts_wake_a_take_of_tasks() {
     });
 }
 
-/// The end meets a put and a consumer that waits for its task: it gets it or is told of the end.
+/// The end meets a put and a consumer that waits for its task: it gets it or is notified of the end.
 #[test]
 fn closing_and_a_put_meet_a_take_of_tasks() {
     check(|| {
@@ -332,7 +332,7 @@ fn closing_and_a_put_meet_a_take_of_tasks() {
     });
 }
 
-/// A consumer of whatever comes and one of a task are in one queue: whoever comes first, both are told.
+/// A consumer of whatever comes and one of a task are in one queue: whoever comes first, both are notified.
 #[test]
 fn a_take_of_tasks_and_a_take_in_one_queue() {
     check(|| {
@@ -361,7 +361,7 @@ fn a_take_of_tasks_and_a_take_in_one_queue() {
     });
 }
 
-/// What a consumer has seen is retired before the rest is there: it looks again, and waits for what comes again.
+/// A trajectory that a consumer has seen is retired before the rest is there: it looks again, and waits for what comes again.
 #[test]
 fn retiring_meets_a_take_of_tasks() {
     check(|| {

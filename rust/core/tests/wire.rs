@@ -122,14 +122,17 @@ fn every_field_survives() {
     for offset in places.iter().flat_map(|place| place.offsets) {
         assert_eq!(offset % ALIGNMENT, 0);
     }
-    let told = summary(&header, Limits::default()).unwrap();
-    assert_eq!((told.id, told.task_ordinal, told.attempt), (sent.id, 7, 1));
-    let counts = told.counts;
+    let summed = summary(&header, Limits::default()).unwrap();
+    assert_eq!(
+        (summed.id, summed.task_ordinal, summed.attempt),
+        (sent.id, 7, 1)
+    );
+    let counts = summed.counts;
     assert_eq!((counts.tokens, counts.actions), (86, 76));
     assert_eq!((counts.min_version, counts.max_version), (Some(3), Some(4)));
-    assert_eq!(told.n_segments, 2);
+    assert_eq!(summed.n_segments, 2);
     assert_eq!(
-        (told.termination, told.payload_bytes),
+        (summed.termination, summed.payload_bytes),
         (sent.termination, payload.len())
     );
 }

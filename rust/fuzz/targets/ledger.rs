@@ -1,5 +1,5 @@
 //! A journal's segment from outside: any bytes (first byte even), or records with right checksums and any content (odd).
-//! What opens must balance, and open again to the same.
+//! Every journal that opens must balance, and open again to the same state.
 #![no_main]
 
 #[path = "../../core/tests/common/segment.rs"]

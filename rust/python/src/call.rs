@@ -13,7 +13,7 @@ struct Deadline {
     end: Option<Instant>,
     timeout_s: f64,
     next_check: Instant,
-    /// What a signal handler raised.
+    /// The exception that a signal handler raised.
     raised: Option<PyErr>,
 }
 

@@ -4,7 +4,7 @@ Weights change only while vLLM's core is paused between two steps, through vLLM'
 backend that reads the published file (`worker`), and vLLM labels every step's output with the version it served in that
 step: the spans of a completion. The file is verified and staged while generation goes on, and a refusal changes
 nothing; a failure after the load began makes the engine unusable: it never serves a mixture. The prefix cache is
-namespaced by version. What becomes of the keys of requests in flight, `kv_after_update`, is told in
+namespaced by version. What becomes of the keys of requests in flight, `kv_after_update`, is described in
 `docs/explanation/vllm.md`.
 
 On a CPU the engine sets `CPU_ARGUMENTS` (eager mode starts in seconds) and vLLM's single-process executor: the default

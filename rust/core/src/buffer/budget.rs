@@ -2,7 +2,7 @@
 
 use crate::sync::{AtomicUsize, Ordering};
 
-/// What is reserved, and how much may be.
+/// The bytes reserved, and how many may be.
 #[derive(Debug)]
 pub(crate) struct Budget {
     max_places: usize,

@@ -1,9 +1,9 @@
-//! What is put into the buffer, and the memory that it is kept in.
+//! The bytes that are put into the buffer, and the memory that keeps them.
 
 use crate::buffer::pool::Pool;
 use crate::error::{Error, Result};
 
-/// What is put into the buffer: header, payload and sidecars.
+/// The frames of one trajectory: header, payload and sidecars.
 pub enum Content<'a> {
     /// All are copied.
     Copy(&'a [u8], &'a [u8], &'a [&'a [u8]]),
@@ -17,7 +17,7 @@ pub enum Content<'a> {
 }
 
 impl Content<'_> {
-    /// What it counts.
+    /// Its counts.
     pub fn bytes(&self) -> usize {
         let (header, payload, sidecars) = match self {
             Self::Copy(header, payload, sidecars) => (header, payload.len(), sidecars),
@@ -26,7 +26,7 @@ impl Content<'_> {
         header.len() + payload + sidecars.iter().map(|bytes| bytes.len()).sum::<usize>()
     }
 
-    /// What is kept, in the buffer's memory.
+    /// The frames, in the buffer's memory.
     pub(crate) fn store(&self, pool: &Pool) -> Result<Stored> {
         let (header, payload, sidecars) = match self {
             Self::Copy(header, payload, sidecars) => (header, Blob::copy(payload, pool)?, sidecars),

@@ -1,4 +1,4 @@
-//! What consumers share under the lock: what is ready, what is leased, and the two queues of those who wait.
+//! The state that consumers share under the lock: what is ready, what is leased, and the two queues of those who wait.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool as Flag, Ordering::Relaxed};
@@ -16,7 +16,7 @@ pub(crate) enum Side {
     Take,
 }
 
-/// What a consumer wants, checked against what can ever be there.
+/// A consumer's selection, checked against what can ever be there.
 #[derive(Clone, Debug)]
 pub(crate) enum Want {
     Next(usize),
@@ -99,7 +99,7 @@ impl Ticket {
     }
 }
 
-/// What the first in the queue of takers waits for, if it waits for tasks. It was found missing when all keys were
+/// The tasks that the first in the queue of takers waits for, if it waits for tasks. One was missing when all keys were
 /// looked at; since then whatever comes in is noted, and nobody looks again before nothing is missing any more. What
 /// goes meanwhile (retired, dropped) is not noted: the next look finds out.
 #[derive(Debug)]
@@ -124,8 +124,8 @@ impl Watch {
     }
 }
 
-/// What has come in and has no place in the order yet. What the index asks for is here too, so that nobody has to look
-/// for it in cold memory under the lock.
+/// An arrival that has no place in the order yet, with all that the index asks for, so that nobody has to look for it
+/// in cold memory under the lock.
 #[derive(Debug)]
 pub(crate) struct Arrival<T> {
     pub(crate) label: Label,
@@ -135,7 +135,7 @@ pub(crate) struct Arrival<T> {
 
 pub(crate) type Leased<T> = Vec<(u64, T)>;
 
-/// What is held and who waits; `T` is what is kept for each trajectory.
+/// The trajectories held and who waits; `T` is what is kept for each trajectory.
 #[derive(Debug)]
 pub(crate) struct Index<T> {
     pub(crate) closed: bool,

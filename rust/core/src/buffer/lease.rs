@@ -78,7 +78,7 @@ impl Lease {
         self.sequence
     }
 
-    /// What is leased; a clone of it keeps the memory (and its share of the budget) beyond the lease.
+    /// The trajectory leased; a clone of it keeps the memory (and its share of the budget) beyond the lease.
     pub fn item(&self) -> Option<&Arc<Item>> {
         self.item.as_ref()
     }

@@ -1,10 +1,10 @@
-//! What a caller says of a buffer and of what it wants, and what it is told: limits, labels, counters, entries.
+//! The arguments and answers of a buffer's callers: limits, labels, selections, counters, entries.
 
 use std::collections::BTreeMap;
 
 use crate::error::{Error, Result};
 
-/// What `put` does when there is no room.
+/// The behaviour of `put` when there is no room.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
     /// Wait.
@@ -52,7 +52,7 @@ impl std::str::FromStr for Policy {
 /// The label of what belongs to no task.
 pub const NO_TASK: i64 = -1;
 
-/// What is noted of a trajectory beside its bytes.
+/// The label of a trajectory, kept beside its bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Label {
     /// Oldest policy version of its tokens.
@@ -76,7 +76,7 @@ pub struct Limits {
     pub max_trajectories: usize,
     /// Bytes held at most, headers and payloads.
     pub max_bytes: usize,
-    /// What `put` does when there is no room.
+    /// The behaviour of `put` when there is no room.
     pub policy: Policy,
 }
 
@@ -120,7 +120,7 @@ pub struct Entry {
     pub task: i64,
 }
 
-/// What a consumer wants, all of it or nothing.
+/// A consumer's selection, all of it or nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ask<'a> {
     /// So many, the next in order of completion.

@@ -1,4 +1,4 @@
-//! What is ready, by version and by order of completion.
+//! The ready trajectories, by version and by order of completion.
 //!
 //! One bucket of trajectories per policy version, each in order of completion, and the fronts of the buckets in order:
 //! the next in order, the next of the oldest version and the retirement of whole versions all cost the logarithm of the
@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::buffer::wanted::Wanted;
 
-/// What is known of a trajectory without touching its memory, which is cold.
+/// The facts of a trajectory that are known without touching its memory, which is cold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Key {
     pub(crate) sequence: u64,

@@ -1,4 +1,4 @@
-//! What everybody who holds a part of a buffer shares: the byte budget, what has come in, and the index with its queues.
+//! The state shared by everybody who holds a part of a buffer: the byte budget, what has come in, and the index with its queues.
 
 use std::sync::{Arc, PoisonError};
 
@@ -57,7 +57,7 @@ impl Item {
         self.stored.sidecars.get(index).map(Blob::bytes)
     }
 
-    /// What is noted of it.
+    /// Its label.
     pub fn label(&self) -> Label {
         self.label
     }
@@ -71,7 +71,7 @@ impl Drop for Item {
     }
 }
 
-/// What came of a try under the lock.
+/// The outcome of an attempt under the lock.
 pub(crate) enum Attempt<T> {
     Done(T),
     Failed(Error),
@@ -85,7 +85,7 @@ pub(crate) struct Shared {
     pub(crate) limits: Limits,
     pub(crate) budget: Budget,
     pub(crate) pool: Pool,
-    /// What has come in and is not in the index yet, in order of completion. Lock-free: a producer waits neither for
+    /// Trajectories that have arrived and are not in the index yet, in order of completion. Lock-free: a producer waits neither for
     /// another one nor for a consumer that has the index.
     arrivals: SegQueue<Arrival<Arc<Item>>>,
     /// As `Index::closed`, for those who do not hold the lock.
@@ -158,7 +158,7 @@ impl Shared {
         }
     }
 
-    /// What is kept for reuse and what is held stay together below the bound; a closed buffer keeps nothing.
+    /// Memory kept for reuse and memory in use stay together below the bound; a closed buffer keeps nothing.
     pub(crate) fn bound_pool(&self) {
         let held = self.budget.bytes();
         let room = self.limits.max_bytes.saturating_sub(held);
@@ -251,7 +251,7 @@ impl Shared {
         Ok(())
     }
 
-    /// What a call waited for, for its error.
+    /// The thing that a call waited for, for its error.
     fn waited_for(&self, index: &mut Index<Arc<Item>>, side: Side, ticket: &Arc<Ticket>) -> String {
         self.gather(index);
         let what = match (side, index.missing(side, ticket)) {

@@ -13,7 +13,7 @@ use crate::error::Result;
 #[derive(Debug)]
 pub struct Waiter {
     shared: Arc<Shared>,
-    /// What it waits to take; none: room.
+    /// The selection that it waits to take; none: room.
     want: Option<Want>,
     ticket: Arc<Ticket>,
 }

@@ -86,7 +86,7 @@ pub fn facts(ledger: &Ledger) -> String {
     )
 }
 
-/// What a ledger refused something with.
+/// The error with which a ledger refused something.
 pub fn text<T: std::fmt::Debug>(result: Result<T>) -> String {
     match result {
         Err(sao_core::Error::Ledger(text)) => text,
