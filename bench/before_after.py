@@ -3,7 +3,8 @@
 The other checkout must have a built core in its `python/sao`. Each section runs in a process of its own, first of one
 checkout, then of the other, in turns and in changing order; a process measures each row many times and gives the
 median. What is shown is the median over the rounds of both, and of the ratios before / after of the rounds: above 1 is
-quicker than before. Times are CPU time of the thread, so other work on the machine disturbs them little.
+quicker than before. Times are CPU time of the thread, so other work on the machine disturbs them little; the
+quickstart, whose step is wall clock, runs in both checkouts at once, so what disturbs one disturbs the other.
 
 A section is a function that gives, for each of its rows, a call that does the work once and returns the nanoseconds
 of each row that it measured: see `SECTIONS`. It runs on both checkouts, so it uses only what both have.
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +249,9 @@ def main() -> None:
         rounds = []
         for number in range(arguments.rounds):
             order = ["before", "after"] if number % 2 == 0 else ["after", "before"]
-            rounds.append({which: measured(trees[which], section) for which in order})
+            with ThreadPoolExecutor(2 if section == "quickstart" else 1) as pool:
+                found = pool.map(measured, [trees[which] for which in order], [section] * 2)
+                rounds.append(dict(zip(order, found, strict=True)))
         for name in rounds[0]["after"]:
             before, after = (median(sorted(one[which][name] for one in rounds)) for which in ("before", "after"))
             ratio = median(sorted(one["before"][name] / one["after"][name] for one in rounds))
