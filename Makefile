@@ -1,7 +1,8 @@
 # Needs Python 3.11 or newer, a Rust toolchain (1.89 or newer), make and gcc. Everything else goes into .venv.
 #   make quickstart   a small model learns a tool-use task on this machine, in minutes
 #   make test         every check and test, also those with the real vLLM engine on the CPU; WORKERS=N at once
-#   make lint         formatters, linters and types only
+#   make lint         formatters, linters, types and the documentation only
+#   make wheel        a wheel and a source archive in dist/, tried in an empty environment
 #   make evidence     the long measurements behind the numbers in the documentation
 #   make clean        removes what was built (not the runs); make distclean also removes .venv
 
@@ -20,7 +21,7 @@ export PIP_QUIET := 1
 export PIP_ROOT_USER_ACTION := ignore
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 
-.PHONY: quickstart setup test checks lint rust-lint rust-test python-lint pytest evidence clean distclean
+.PHONY: quickstart setup test checks lint rust-lint rust-test python-lint pytest wheel evidence clean distclean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.core $(MODEL)/config.json
@@ -76,16 +77,28 @@ python-lint: $(VENV)/.core
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/zizmor --offline --quiet .github
 	$(BIN)/python scripts/size.py --python 20050
 
 pytest: $(VENV)/.vllm
 	@sh scripts/system_packages.sh
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) $(ARGS)
 
+# The wheel is made of the source archive; zig links against the symbols of glibc 2.28, whatever this machine has.
+# It is compiled from nothing: files of an archive are old, and cargo would take what it built from others before.
+wheel: $(VENV)/.made
+	@$(BIN)/pip install 'maturin[zig]' -c constraints.txt
+	rm -rf dist build/wheel
+	PATH=$(CURDIR)/$(BIN):$$PATH CARGO_TARGET_DIR=$(CURDIR)/build/wheel $(BIN)/maturin build --release --strip --sdist --compatibility manylinux_2_28 --zig --out dist
+	$(BIN)/python scripts/try_wheel.py dist/*.whl
+
 evidence: $(VENV)/.vllm
 	@for script in $(filter-out bench/common.py bench/learner.py, $(wildcard bench/*.py)); do \
 		echo "== $$script"; $(BIN)/python $$script || exit 1; \
 	done
+	$(MAKE) --no-print-directory wheel
+	$(BIN)/python scripts/try_wheel.py dist/*.whl --train
 	scripts/loom.sh
 	scripts/instructions.sh
 	scripts/memcheck.sh

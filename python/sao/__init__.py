@@ -7,6 +7,8 @@ first used, so `import sao` is quick and imports no torch.
 from importlib import import_module
 from typing import Any
 
+from sao.errors import missing_package
+
 __version__ = "0.1.0"
 
 _NAMES = {
@@ -26,7 +28,10 @@ __all__ = ["__version__", *_EXPORTS]
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'sao' has no attribute {name!r}")
-    value = getattr(import_module(_EXPORTS[name]), name)
+    try:
+        value = getattr(import_module(_EXPORTS[name]), name)
+    except ModuleNotFoundError as error:
+        raise missing_package(error, f"sao.{name}") or error from None
     globals()[name] = value
     return value
 

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from sao import __version__
-from sao.errors import ConfigError, Error
+from sao.errors import ConfigError, Error, missing_package
 
 
 class Commands(TyperGroup):
@@ -30,6 +30,11 @@ class Commands(TyperGroup):
         except Error as error:
             typer.secho(f"error: {type(error).__name__}: {error}", fg="red", err=True)
             raise typer.Exit(1) from None
+        except ModuleNotFoundError as error:
+            if (missing := missing_package(error, f"sao {ctx.invoked_subcommand}")) is None:
+                raise
+            typer.secho(f"error: {missing}", fg="red", err=True)
+            raise typer.Exit(2) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 

@@ -57,6 +57,31 @@ class EnvironmentFailure(Error):
         self.detail = detail
 
 
+class MissingPackageError(Error, ImportError):
+    """A package that only an extra installs is not there; the message names the extra."""
+
+
+EXTRAS = {  # what an extra of `pyproject.toml` installs, by the name under which it is imported
+    "torch": "train",
+    "transformers": "train",
+    "safetensors": "train",
+    "vllm": "vllm",
+    "reasoning_gym": "envs",
+    "aiohttp": "agents",
+    "tensorboard": "tracking",
+    "matplotlib": "tracking",
+    "prometheus_client": "tracking",
+}
+
+
+def missing_package(error: ModuleNotFoundError, what: str) -> MissingPackageError | None:
+    """The error to raise in place of `error` when `what` needs a package of an extra; None for any other module."""
+    package = (error.name or "").partition(".")[0]
+    if (extra := EXTRAS.get(package)) is None:
+        return None
+    return MissingPackageError(f"{what} needs {package}, which is not installed: pip install 'sao[{extra}]'")
+
+
 class LearnerError(Error):
     """Training cannot go on: too many steps skipped in a row, or ranks that do not agree."""
 
