@@ -363,9 +363,16 @@ class Ledger:
         longer listed one by one from then on and cannot be taken back. Raises `LedgerError` when the new one cannot be
         written; the old one then goes on."""
     def flush(self) -> None:
-        """Commits what was recorded: it outlives this process, but not a power cut. An error is final."""
+        """Commits what was recorded: it outlives this process, but not a power cut. After an error nothing can be
+        recorded before `mend`."""
     def sync(self) -> None:
         """Commits what was recorded and waits for the disk, without the GIL."""
+    @property
+    def broken(self) -> bool:
+        """Whether the journal has failed and `mend` may be tried."""
+    def mend(self) -> None:
+        """Makes a broken journal usable again, so that the call that failed can be made once more: what a failed write
+        has left is cut off, what could not be synced is written anew. Raises `LedgerError` while the disk fails."""
     def close(self) -> None:
         """Syncs and closes; every later call but close raises `ClosedError`."""
     def __enter__(self) -> Ledger: ...

@@ -35,6 +35,11 @@ class Commands(TyperGroup):
                 raise
             typer.secho(f"error: {missing}", fg="red", err=True)
             raise typer.Exit(2) from None
+        except OSError as error:
+            if error.filename is None:  # nothing that a user could look at
+                raise
+            typer.secho(f"error: {error.filename}: {error.strerror}", fg="red", err=True)
+            raise typer.Exit(1) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 

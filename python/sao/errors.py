@@ -32,6 +32,10 @@ class LedgerError(Error):
     """A task would take an impossible step, or the token ledger does not close."""
 
 
+class StorageError(Error):
+    """A file that the run needs cannot be written or read; the message names the file and what the system says."""
+
+
 class ConfigError(Error, ValueError):
     """The configuration is wrong; the message lists every fault with field, value and what was expected."""
 

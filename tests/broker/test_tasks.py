@@ -109,8 +109,12 @@ def test_duplicates_and_late_answers_are_refused_with_a_reason() -> None:
     world = World()
     world.join("g0", 2)
     task = world.pop("g0")
-    assert world.answer("g0", task) == ""
-    assert world.answer("g0", task) == "duplicate"
+    frames = world.encoded(task)
+    assert world.deliver("g0", frames) == ""
+    assert world.deliver("g0", frames) == "duplicate" and not world.pushed(m.Event)
+    assert world.answer("g0", task) == "duplicate with other content"
+    (event,) = world.pushed(m.Event)
+    assert event.level == "error" and event.text.startswith(f"generator g0: task {task.ordinal} attempt 0 came again")
     late = world.pop("g0")
     world.broker.generator_left("g0", "silent", 1.0)
     world.join("g1", 1)
@@ -200,6 +204,9 @@ def test_failures_in_a_row_stop_the_run_and_name_the_environment() -> None:
     assert done.failed
     for part in ("3 rollouts in a row", "environment scripted", "step_timeout", "no answer in 60 s"):
         assert part in done.reason
+    assert ": crashed: " in done.reason and done.reason.index("crashed") < done.reason.index(
+        "; the last one: step_timeout"
+    )
     assert world.stopped_takes == [done.reason]
     assert world.pushed(m.Stop, "g0") and world.pushed(m.Stop, "learner")
 

@@ -165,6 +165,22 @@ def test_overrides(tmp_path):
     assert c.folder == Path("/tmp/some where/a1")
 
 
+def test_a_key_of_the_run_file_can_be_unset(tmp_path):
+    path = write(tmp_path, MINIMAL + "[run]\ntarget_success = 0.5\n[algorithm]\ncross_segment = 'chained'\n")
+    c = config.load(path, ["run.target_success=none", "algorithm.cross_segment=none", "env.args.a=none"])
+    assert c.run.target_success is None
+    assert c.algorithm.cross_segment == "none" and c.env.args["a"] == "none", "words that mean something"
+    (fault,) = faults(tmp_path, MINIMAL, ("run.steps=none",))
+    assert "run.steps: must be a valid integer (got 'none')" in fault
+
+
+def test_two_faults_of_one_field_are_both_told(tmp_path):
+    text = "[generator]\ncount = 2\nagents_bind = '10.0.0.1:8000'\n"
+    port, address = faults(tmp_path, MINIMAL + text)
+    assert port.startswith("generator.agents_bind: port 8000 is for one generator")
+    assert address.startswith("generator.agents_bind: 10.0.0.1 is not a loopback address")
+
+
 def test_an_override_that_looks_like_a_date_stays_text(tmp_path):
     assert config.load(write(tmp_path, MINIMAL), ["run.name=2026-01-31"]).run.name == "2026-01-31"
 

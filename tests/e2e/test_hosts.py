@@ -12,6 +12,7 @@ import tiny_model
 from e2e import long_line
 from e2e.by_hand import ByHand, closes, pulled
 
+from sao.storage.checkpoints import newest
 from sao.transport import keys
 
 NO_LINE = long_line.missing()
@@ -123,6 +124,26 @@ def test_a_generator_that_is_asked_to_leave_leaves_in_order(by_hand: ByHand) -> 
     by_hand.processes["broker"].terminate()
     assert by_hand.processes["broker"].wait(30) == 130, by_hand.log("broker")
     assert by_hand.leftovers() == []
+
+
+def test_a_learner_that_is_asked_to_leave_ends_its_step_and_saves(by_hand: ByHand, tmp_path: Path) -> None:
+    """However seldom it saves; another one goes on with the same broker."""
+    by_hand.broker("run.steps=60", "learner.save_every_steps=50")
+    by_hand.learner(folder="at-broker/r")
+    by_hand.generator()
+    by_hand.until_step(3)
+    by_hand.processes["learner"].terminate()
+    assert by_hand.processes["learner"].wait(60) == 130, by_hand.log("learner")
+    saved, ignored = newest(tmp_path / "at-broker" / "r" / "checkpoints")
+    assert saved is not None and not ignored and saved.step == len(by_hand.records("step")), by_hand.everything()
+    assert "received SIGTERM" in by_hand.log("learner")
+    by_hand.learner("--resume", folder="at-broker/r")
+    by_hand.until_step(saved.step + 2)
+    by_hand.processes["broker"].terminate()
+    assert by_hand.wait() == {"broker": 130, "learner": 0, "g0": 0}, by_hand.everything()
+    steps = by_hand.records("step")
+    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1)), by_hand.everything()
+    assert all(closes(step) for step in steps) and by_hand.leftovers() == []
 
 
 def _words(process: psutil.Process) -> list[str]:

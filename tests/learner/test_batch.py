@@ -103,8 +103,15 @@ def test_what_cannot_be_trained_on_is_refused(rng):
 
 def test_a_rollout_that_stands_twice_is_refused(rng):
     first, second = (make_trajectory(rng, [make_segment(rng, [(5, 3)])]) for _ in range(2))
-    with pytest.raises(ValidationError, match=rf"trajectory {first.id.hex()}: is at 0 and at 2 of the same batch"):
+    with pytest.raises(
+        ValidationError, match=rf"trajectory {first.id.hex()}: is at 0 of the batch, and the same one at 2"
+    ):
         flatten([first, second, first], 0)
+    other = replace(second, id=first.id)
+    with pytest.raises(
+        ValidationError, match=rf"{first.id.hex()}: is at 0 of the batch, and another one with this id at 1"
+    ):
+        flatten([first, other], 0)
     assert flatten([first, second], 0).n_trajectories == 2
 
 

@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_named(make, tmp_path):
 
 @pytest.mark.parametrize("place", ["save.staged", "save.state", "save.model", "save.manifest"])
 def test_a_full_disk_leaves_the_last_good_one_and_says_so(make, tmp_path, monkeypatch, place):
-    learner = make()
+    learner = make(run__disk_patience_s=0.0)
     train(learner, 2)
     save(learner, tmp_path / "c")
     train(learner, 3)

@@ -169,7 +169,7 @@ def test_a_task_that_was_trained_before_is_refused(setup):
 
 
 def test_a_checkpoint_that_cannot_be_saved_is_reported_unless_it_is_the_last(setup, monkeypatch):
-    learner, checkpoints = setup(learner__save_every_steps=1)
+    learner, checkpoints = setup(learner__save_every_steps=1, run__disk_patience_s=0.0)
     faults._reached.clear()
     monkeypatch.setenv(faults.FAIL, "save.state:1")
     broker = Broker((rollouts(0), 0), (rollouts(1), 1), (rollouts(2), 2))
@@ -180,6 +180,6 @@ def test_a_checkpoint_that_cannot_be_saved_is_reported_unless_it_is_the_last(set
     assert all("time/save_s" in commit.metrics for commit in broker.commits)
     faults._reached.clear()
     monkeypatch.setenv(faults.FAIL, "save.state:1")
-    learner, _ = setup(run__steps=1)
+    learner, _ = setup(run__steps=1, run__disk_patience_s=0.0)
     with pytest.raises(CheckpointError, match="the last checkpoint could not be saved: step 1"):
         loop.train(learner, Broker((rollouts(0), 0)), checkpoints.with_name("other"))

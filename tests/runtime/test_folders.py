@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sao.errors import ConfigError
-from sao.runtime import folders
+from sao.runtime import doctor, folders
 from sao.storage import ownership
 
 
@@ -131,6 +131,31 @@ def test_only_folders_of_dead_owners_are_stale(tmp_path):
         assert folders.remove_stale() == [dead]
         assert folders.stale() == []
         assert all(folder.exists() for folder in [*others, alive.weights, alive.sockets])
+
+
+def test_what_a_killed_doctor_leaves_is_stale(tmp_path, monkeypatch):
+    """It had made the folder of its sockets, and was about to try them."""
+    monkeypatch.setattr(folders, "SOCKETS", tmp_path / "shm")
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(doctor, "_reachable", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        list(doctor._sockets())
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    (left,) = (tmp_path / "shm").iterdir()
+    assert folders.remove_stale() == [left] and not left.exists()
+
+
+def test_what_a_start_has_left_that_failed_early_is_no_run(tmp_path):
+    """As when the disk was full before its configuration was written."""
+    run = tmp_path / "run"
+    folders.make_run_folder(run, overwrite=False)
+    ownership.disown(run)
+    (run / ".config.json.new").write_text("{")
+    folders.make_run_folder(run, overwrite=False)
+    ownership.disown(run)
+    (run / "logs" / "broker.log").write_text("something happened")
+    with pytest.raises(ConfigError, match="exists"):
+        folders.make_run_folder(run, overwrite=False)
 
 
 KILLED_ENGINE = """

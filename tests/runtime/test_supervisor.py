@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -127,6 +128,14 @@ def test_a_killed_process_is_named_with_its_signal(start):
     (broker,) = [p for p in run.family if "sao.broker" in p.cmdline()]
     broker.kill()
     assert "broker ended unexpectedly (killed by SIGKILL)" in run.end()["reason"]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_run_whose_private_folder_is_removed_ends_with_a_word(start, which):
+    run = start("endless")
+    run.until("step")
+    shutil.rmtree(run.private[which])
+    assert run.end()["reason"] == f"{run.private[which]}: removed while the run was using it"
 
 
 def test_a_broker_that_leaves_too_early_is_named(start):

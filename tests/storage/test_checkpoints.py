@@ -235,6 +235,41 @@ def test_ordinals_are_a_set_of_runs(numbers):
             trained.add([number])
 
 
+@given(st.sets(st.integers(0, 30)), st.integers(0, 31))
+def test_ordinals_are_closed_where_every_task_has_ended(numbers, ended):
+    trained = Ordinals()
+    trained.add(numbers)
+    trained.close(ended)
+    assert [n for n in range(32) if n in trained] == sorted(numbers | set(range(ended)))
+    assert Ordinals(trained.runs).runs == trained.runs
+
+
+def test_a_run_that_drops_tasks_keeps_a_short_list(tmp_path):
+    """One of ten is dropped, and the oldest unfinished one is never far behind: the list does not grow."""
+    trained = Ordinals()
+    for first in range(0, 10_000, 10):
+        trained.add(range(first, first + 9))
+        trained.close(first)
+        assert len(trained.runs) <= 2
+
+
+def test_a_damaged_file_of_a_model_in_a_checkpoint_is_named(tmp_path):
+    draft = checkpoints.Draft(tmp_path, 3)
+    for name in ("model.safetensors", "tokenizer.json", "config.json"):
+        (draft.folder / name).write_text(name)
+    path = draft.commit({"version": 1}, 2)
+    patterns = ("model*.safetensors", "tokenizer.json")
+    assert checkpoints.damaged(path, *patterns) == []
+    (path / "config.json").write_text("mended by hand")
+    assert checkpoints.damaged(path, *patterns) == []
+    (path / "model.safetensors").write_text("model.safetensorz")
+    (path / "tokenizer.json").unlink()
+    assert checkpoints.damaged(path, *patterns) == [
+        f"{path / 'model.safetensors'}: its checksum differs from the manifest's",
+        f"{path / 'tokenizer.json'}: listed in the manifest, not there",
+    ]
+
+
 @pytest.mark.parametrize("runs", [[[3, 3]], [[4, 2]], [[0, 2], [1, 3]], [[-1, 2]], [[0, 1, 2]], [["a", 2]], [[0, 2.5]]])
 def test_other_runs_are_refused(runs):
     with pytest.raises(CheckpointError, match="no runs of ordinals"):

@@ -53,6 +53,13 @@ def test_a_whole_folder_has_no_fault(folder):
     assert [*model_folder.file_faults(folder), *model_folder.tensor_faults(folder)] == []
 
 
+def test_a_damaged_tokenizer_is_named(folder):
+    text = (folder / "tokenizer.json").read_bytes()
+    (folder / "tokenizer.json").write_bytes(text[: len(text) // 2])
+    (found,) = model_folder.file_faults(folder)
+    assert found.startswith(f"{folder / 'tokenizer.json'} cannot be read: ")
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
 def test_a_pointer_is_not_taken_for_the_file(folder, name):
     (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")

@@ -11,6 +11,7 @@ seconds of one monotonic clock and are passed in; what must be sent goes through
 from __future__ import annotations
 
 import logging
+import zlib
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Final
@@ -36,7 +37,16 @@ from sao.transport import messages as m
 
 log = logging.getLogger(__name__)
 INCOMPLETE: Final = "group_incomplete"
+TAKEN: Final = 4096  # newest trajectories of which is known what was in them
 STALLS_SHOWN: Final = 8  # of everything that the run waits for, in an event
+
+
+def checksum(frames: Iterable[m.Buffer]) -> int:
+    """Of the content of frames."""
+    found = 0
+    for frame in frames:
+        found = zlib.crc32(frame, found)
+    return found
 
 
 class Broker:
@@ -58,6 +68,7 @@ class Broker:
         self.leases = LeaseTable(*shared, self.meter, outbox)
         self.report = Report(self.scheduler, self.leases)
         self._gap_alarm = GapAlarm(config.logprob_gap_limit)
+        self._taken: dict[tuple[int, int], int] = {}  # ordinal, attempt -> checksum of the trajectory that came first
         self._restore(persistence, now)
 
     # -- issued, generating
@@ -109,9 +120,17 @@ class Broker:
             self.outbox.event("error", f"generator {name}: corrupt trajectory refused: {error}")
             return m.Ack(False, f"corrupt: {error}")
         tokens = metadata["n_actions"]
-        task = self.book.current(metadata["task_ordinal"], metadata["attempt"], tokens)
+        ordinal, attempt = metadata["task_ordinal"], metadata["attempt"]
+        task, content = self.book.current(ordinal, attempt, tokens), checksum(frames)
         if isinstance(task, str):
+            if task == "duplicate" and self._taken.get((ordinal, attempt), content) != content:
+                text = f"task {ordinal} attempt {attempt} came again with other content; the first counts"
+                self.outbox.event("error", f"generator {name}: {text}")
+                task = "duplicate with other content"
             return m.Ack(False, task)
+        self._taken[ordinal, attempt] = content
+        if len(self._taken) > TAKEN:
+            del self._taken[next(iter(self._taken))]
         if reason := self._fault(name, metadata, frames):
             self._drop(task, reason, tokens)
             self._failed(name, reason, f"task {task.ordinal}")
@@ -285,10 +304,13 @@ class Broker:
 
     def _failed(self, name: str, reason: str, detail: str) -> None:
         log.info("generator %s: rollout failed: %s: %s", name, reason, detail[:500])
-        self.run.failures_in_a_row += 1
-        if self.run.failures_in_a_row >= self.config.run.max_failures_in_a_row:
-            text = f"{self.run.failures_in_a_row} rollouts in a row failed in environment {self.config.env.name}"
-            self.finish(f"{text}: {reason}: {detail[:500]}", ok=False)
+        run, last = self.run, f"{reason}: {detail[:500]}"
+        run.first_failure = run.first_failure if run.failures_in_a_row else last
+        run.failures_in_a_row += 1
+        if run.failures_in_a_row >= self.config.run.max_failures_in_a_row:
+            text = f"{run.failures_in_a_row} rollouts in a row failed in environment {self.config.env.name}"
+            both = last if last == run.first_failure else f"{run.first_failure}; the last one: {last}"
+            self.finish(f"{text}: {both}", ok=False)
 
     def _give_back(self, leases: Iterable[int]) -> None:
         """Leases come back unused, the newest first, so that the order of completion stays."""

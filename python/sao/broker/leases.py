@@ -160,6 +160,7 @@ class LeaseTable:
             attempts=tuple(task.attempt for task in tasks),
             step=self.run.step,
             ages_s=tuple(now - task.finished for task in tasks),
+            ended=min(self.book.live, default=self.book.next_ordinal),
             frames=tuple(memoryview(part) for copy in copies for part in (copy.header, copy.payload, *copy.sidecars)),
         )
         failpoint("broker.leased")

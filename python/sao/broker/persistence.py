@@ -7,6 +7,7 @@ as long as the ledger's task needs them; nobody has to delete any.
 """
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from sao import _core
 from sao.config import Config
 from sao.errors import LedgerError
 from sao.storage import checkpoints
+from sao.storage.durable import patiently
 from sao.storage.failpoints import failpoint
 
 log = logging.getLogger(__name__)
@@ -25,11 +27,19 @@ JOURNAL: Final = "journal"  # the folder in the run folder
 class Persistence:
     """The ledger of a broker, what an earlier one has left, and when what is decided comes to the disk."""
 
-    def __init__(self, ledger: Any, *, frames: bool = False, sync: bool = False, prefix_bytes: int = 1 << 26) -> None:
+    def __init__(
+        self,
+        ledger: Any,
+        *,
+        frames: bool = False,
+        sync: bool = False,
+        prefix_bytes: int = 1 << 26,
+        patience_s: float = 0.0,
+    ) -> None:
         """`frames`: trajectories and turns are to be written, too. `sync`: every turn of the loop waits for the disk.
-        `prefix_bytes`: of all turns that are kept.
+        `prefix_bytes`: of all turns that are kept. `patience_s`: how long a write that fails is tried again.
         """
-        self.ledger, self.frames, self.prefix_bytes = ledger, frames, prefix_bytes
+        self.ledger, self.frames, self.prefix_bytes, self._patience_s = ledger, frames, prefix_bytes, patience_s
         self._sync, self._settling = sync, False
         self._checkpoints: Path | None = None
         self.note: dict[str, Any] = {}
@@ -52,7 +62,8 @@ class Persistence:
         size = {"segment_bytes": limits.ledger_growth_bytes} if limits.ledger_growth_bytes else {}
         ledger = _core.Ledger(run_folder / JOURNAL, **size)
         durable = limits.durability != "off"
-        self = cls(ledger, frames=durable, sync=limits.durability == "machine", prefix_bytes=limits.prefix_bytes)
+        sync, patience_s = limits.durability == "machine", config.run.disk_patience_s
+        self = cls(ledger, frames=durable, sync=sync, prefix_bytes=limits.prefix_bytes, patience_s=patience_s)
         if limits.ledger_growth_bytes:
             self._checkpoints = run_folder / "checkpoints"
         try:
@@ -60,7 +71,7 @@ class Persistence:
             if resume_step is not None and not (self.note and self.note["line"] == line):
                 self.note, self.resumed = {}, resume_step
                 self.taken_back = ledger.rewind(resume_step)
-                ledger.flush()
+                self.write(ledger.flush)
                 failpoint("ledger.rewound")
         except BaseException:
             ledger.close()
@@ -70,6 +81,22 @@ class Persistence:
     def settle(self) -> None:
         """Has the next `commit` wait for the disk."""
         self._settling = True
+
+    def write(self, call: Callable[[], None]) -> None:
+        """Makes a call that writes to the journal; it is made again while the disk fails, for `patience_s` once.
+
+        Raises `LedgerError` that names file and fault. That is final.
+        """
+
+        def again() -> None:
+            self.ledger.mend()  # nothing, the first time
+            call()
+
+        try:
+            patiently(again, self._patience_s)
+        except LedgerError:
+            self._patience_s = 0.0
+            raise
 
     def commit(self, note: dict[str, Any]) -> None:
         """Makes all of this durable in one transaction. Raises `LedgerError` when it cannot; that is final."""
@@ -81,10 +108,7 @@ class Persistence:
             failpoint("journal.append")
         if settling:
             failpoint("ledger.append")
-        if settling or self._sync:
-            self.ledger.sync()
-        else:
-            self.ledger.flush()
+        self.write(self.ledger.sync if settling or self._sync else self.ledger.flush)
         if due:
             failpoint("journal.written")
         if settling:
@@ -100,6 +124,8 @@ class Persistence:
             self.ledger.roll(upto)
         except LedgerError as error:
             log.warning("the journal stays long: %s", error)
+            if self.ledger.broken:
+                self.write(lambda: None)  # `mend`, or the end
             return
         log.info("journal: %d bytes became %d, steps up to %d are summed up", before, self.ledger.n_bytes, upto)
 

@@ -18,3 +18,5 @@ class Run(msgspec.Struct):
     shown: StepReport | None = None
     """The last step with its metrics, as the supervisor gets it."""
     failures_in_a_row: int = 0
+    first_failure: str = ""
+    """Of these: reason and detail."""

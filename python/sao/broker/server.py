@@ -270,7 +270,8 @@ class Server:
         return no_supervisor or leases.back_by is not None or not scheduler.missing <= scheduler.generators.keys()
 
     def _crash(self, error: Exception) -> None:
-        log.exception("broker failed")
+        known = self.persistence.ledger.broken  # a failing disk needs no traceback
+        log.error("broker failed: %s", error, exc_info=None if known else error)
         self._mailbox.discard()  # what is not on disk was never sent
         try:
             self.broker.close(m.Done(f"broker: {type(error).__name__}: {error}", True, self.broker.run.step))

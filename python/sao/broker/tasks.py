@@ -137,7 +137,7 @@ class TaskBook:
         self._keep(task, message.tokens, message.version, turn)
         if self.persistence.frames:
             numbers = msgspec.msgpack.encode((message.tokens, message.version))
-            self.ledger.turn(task.ordinal, message.part, (numbers, *turn))
+            self.persistence.write(lambda: self.ledger.turn(task.ordinal, message.part, (numbers, *turn)))
 
     def diverged(self, ordinal: int, attempt: int) -> None:
         """A rollout could not go on after its turns and was begun anew: their tokens are dropped."""
@@ -165,7 +165,7 @@ class TaskBook:
         task.describe(metadata)
         self.ledger.ready(task.ordinal, task.attempt, task.sampled_tokens)
         if self.persistence.frames:
-            self.ledger.trajectory(task.ordinal, frames)
+            self.persistence.write(lambda: self.ledger.trajectory(task.ordinal, frames))
         self._forget_turns(task)  # they are in it
         del self.running[task.ordinal]
         task.state, task.finished = "ready", now

@@ -22,7 +22,7 @@ def explain(model: type[BaseModel], data: dict[str, Any]) -> list[str]:
     A wrong field hides the checks that compare several fields, so its default is put in its place and those are
     looked at too; a later fault that only repeats a field already named is left out.
     """
-    found: dict[str, str] = {}
+    found: dict[str, list[str]] = {}
     rest = copy.deepcopy(data)
     for _ in range(PASSES):
         try:
@@ -30,16 +30,19 @@ def explain(model: type[BaseModel], data: dict[str, Any]) -> list[str]:
             break
         except ValidationError as error:
             faults, wrong = _describe(model, error)
-        for field, text in faults.items():
-            if field not in found and not any("." in known and known in text for known in found):
-                found[field] = text
+        for field, texts in faults.items():
+            if field not in found:
+                told = [text for text in texts if not any("." in known and known in text for known in found)]
+                found |= {field: told} if told else {}
         for location, missing in wrong:
             _mend(rest, location, missing)
-    return list(found.values())
+    return [text for texts in found.values() for text in texts]
 
 
-def _describe(model: type[BaseModel], error: ValidationError) -> tuple[dict[str, str], list[tuple[Location, bool]]]:
-    faults: dict[str, str] = {}
+def _describe(
+    model: type[BaseModel], error: ValidationError
+) -> tuple[dict[str, list[str]], list[tuple[Location, bool]]]:
+    faults: dict[str, list[str]] = {}
     wrong: list[tuple[Location, bool]] = []
     for item in error.errors():
         at = item["loc"]
@@ -48,13 +51,13 @@ def _describe(model: type[BaseModel], error: ValidationError) -> tuple[dict[str,
         message = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
         message = message.replace("String should match pattern", "must match")
         if item["type"] == "value_error" and len(location) > 1:  # of one field
-            faults[where] = f"{where}: {message}"
+            faults.setdefault(where, []).append(f"{where}: {message}")
             wrong.append((location, False))
             continue
         if item["type"] == "value_error":  # of a validator that compares fields: one line a fault, "field: text"
             for line in message.splitlines():
                 text = f"{where}.{line}" if where else line
-                faults[text.partition(": ")[0]] = text
+                faults.setdefault(text.partition(": ")[0], []).append(text)
             if location:
                 wrong.append((location, False))
             continue
@@ -68,12 +71,12 @@ def _describe(model: type[BaseModel], error: ValidationError) -> tuple[dict[str,
                 continue
             message = f"required, not given{about}"
         elif where in faults:  # the other member of a union
-            before, got, after = faults[where].partition(" (got ")
-            faults[where] = f"{before} or {message.removeprefix('must be ')}{got}{after}"
+            before, got, after = faults[where][-1].partition(" (got ")
+            faults[where][-1] = f"{before} or {message.removeprefix('must be ')}{got}{after}"
             continue
         else:
             message = f"{message} (got {item['input']!r}){about}"
-        faults[where] = f"{where}: {message}"
+        faults[where] = [f"{where}: {message}"]
     return faults, wrong
 
 

@@ -11,13 +11,14 @@ import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from pydantic import ValidationError, model_validator
 
 from sao.config import addresses, estimators, sections
 from sao.config.explain import explain
 from sao.errors import ConfigError
+from sao.storage import durable
 
 
 class Config(sections.Section):
@@ -145,12 +146,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def save(config: Config, path: Path) -> None:
     """Writes the resolved configuration as JSON; every actor of the run reads this file."""
-    path.write_text(json.dumps(config.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
+    durable.write_text(path, json.dumps(config.model_dump(mode="json"), indent=2) + "\n")
 
 
 def parse(data: dict[str, Any], overrides: Sequence[str] = (), source: str = "config") -> Config:
     """Builds a `Config` from plain data, in which overrides are put first: `section.key=value`, the value in TOML
-    syntax, bare words are strings. Raises `ConfigError` that lists all faults.
+    syntax, bare words are strings; `none` unsets a key that may be unset. Raises `ConfigError` that lists all faults.
     """
     data = copy.deepcopy(data)
     faults = [fault for item in overrides if (fault := _override(data, item))]
@@ -175,10 +176,17 @@ def _override(data: dict[str, Any], item: str) -> str | None:
         if len(parsed) > 1 or isinstance(value, datetime.date | datetime.time):
             value = text.strip()
     except tomllib.TOMLDecodeError:
-        value = text.strip()
+        value = None if text.strip() == "none" and _may_be_none(*parts) else text.strip()
     for part in parts[:-1]:
         data = data.setdefault(part, {})
         if not isinstance(data, dict):
             return f"override {item!r}: {part} is a value, not a section"
     data[parts[-1]] = value
     return None
+
+
+def _may_be_none(section: str, key: str = "", *_: str) -> bool:
+    """Whether a key may be without a value."""
+    found = Config.model_fields.get(section)
+    keys: dict[str, Any] = found.annotation.model_fields if found is not None else {}  # type: ignore[union-attr]
+    return key in keys and type(None) in get_args(keys[key].annotation)

@@ -53,6 +53,9 @@ class RunSection(Section):
     max_failures_in_a_row: Count = key(32, "environment failures in a row that stop the run")
     target_success: float | None = key(None, "stop early when held-out success reaches this", gt=0, le=1)
     restart_killed: bool = key(True, "start a killed broker or learner again and go on with the run; false: it ends")
+    disk_patience_s: float = key(
+        30.0, "how long a failed write of journal, weights or last checkpoint is tried again, seconds", ge=0
+    )
     task: Literal["train", "pretrain_value"] = key("train", "pretrain_value: train only a critic; set by the command")
 
 

@@ -156,7 +156,7 @@ class _Tail(asyncio.Protocol):
     """The last bytes of a pipe. `complete`: nobody has its other end any more."""
 
     def __init__(self, n_bytes: int) -> None:
-        self._n_bytes, self._kept = n_bytes, b""
+        self._n_bytes, self._kept = n_bytes, bytearray()
         self._transport: asyncio.ReadTransport | None = None
         self.complete = asyncio.Event()
 
@@ -165,14 +165,16 @@ class _Tail(asyncio.Protocol):
         self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: self, pipe)
 
     def data_received(self, data: bytes) -> None:
-        self._kept = (self._kept + data)[-self._n_bytes :]
+        self._kept += data
+        if len(self._kept) > 2 * self._n_bytes:  # seldom, so that a program that floods costs little
+            del self._kept[: -self._n_bytes]
 
     def connection_lost(self, _: Exception | None) -> None:
         self.complete.set()
 
     @property
     def text(self) -> str:
-        return self._kept.decode(errors="replace").strip()
+        return self._kept[-self._n_bytes :].decode(errors="replace").strip()
 
     def close(self) -> None:
         """Reads no more."""

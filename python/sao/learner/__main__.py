@@ -3,14 +3,19 @@
 import argparse
 import logging
 import os
+import signal
 import sys
+import threading
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 from sao.config import load
 from sao.errors import ConfigError, Error
 from sao.storage import checkpoints
 from sao.storage.failpoints import failpoint
+from sao.storage.parent_death import heeded
 from sao.transport.client import Client
 from sao.transport.keys import LEARNER, client_keys, server_keys
 from sao.transport.messages import WorkerError
@@ -38,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are folders; nothing is fetched
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what learner.deterministic needs on GPUs
+    asked = _asked_by_signals()
     client: Client | None = None
     server: WeightsServer | None = None
     joined = False
@@ -76,9 +82,9 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.replay:
             replay(learner, arguments.replay, arguments.report)
         elif config.run.task == "pretrain_value":
-            pretrain(learner, client, arguments.run_folder)
+            pretrain(learner, client, arguments.run_folder, asked)
         else:
-            train(learner, client, arguments.run_folder / "checkpoints", trained)
+            train(learner, client, arguments.run_folder / "checkpoints", trained, asked)
         if client is not None:
             with suppress(Error):
                 client.flush(deadline_s=5.0)
@@ -99,6 +105,22 @@ def main(argv: list[str] | None = None) -> int:
                 client.call(WorkerError(text=f"{type(error).__name__}: {error}"), deadline_s=5.0).result()
             client.close()
         return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
+
+
+def _asked_by_signals() -> Future[str]:
+    """Done when a signal has asked this rank to stop: it ends its step then and saves. A second one kills."""
+    asked: Future[str] = Future()
+
+    def ask(number: int, _frame: FrameType | None) -> None:
+        for again in numbers:
+            signal.signal(again, signal.SIG_DFL)
+        # On a thread: this one may be just waiting for the very lock.
+        threading.Thread(target=asked.set_result, args=(f"received {signal.Signals(number).name}",)).start()
+
+    numbers = heeded(signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else []
+    for number in numbers:
+        signal.signal(number, ask)
+    return asked
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from sao import _core
 from sao.errors import ValidationError
 from sao.learner.layout import Layout
 from sao.learner.plan import Plan
-from sao.trajectory import Trajectory
+from sao.trajectory import Trajectory, encode_frames
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +108,9 @@ def flatten(
     places: dict[bytes, int] = {}
     for number, t in enumerate(trajectories):
         if (first := places.setdefault(t.id, number)) != number:
-            raise ValidationError(f"trajectory {t.id.hex()}: is at {first} and at {number} of the same batch")
+            same = encode_frames(trajectories[first]) == encode_frames(t)
+            what = "the same one" if same else "another one with this id"
+            raise ValidationError(f"trajectory {t.id.hex()}: is at {first} of the batch, and {what} at {number}")
         if t.reward is None:
             raise ValidationError(f"trajectory {t.id.hex()}: failed ({t.termination.reason}): it cannot be trained on")
     kept = [  # trajectory and segment number of each row

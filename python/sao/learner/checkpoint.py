@@ -12,6 +12,7 @@ import logging
 import time
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from sao.errors import CheckpointError
 from sao.learner.export import full_tensors, named_tensors, write_model
 from sao.learner.step import Learner
 from sao.storage.checkpoints import STATE, Checkpoint, Draft, Ordinals
+from sao.storage.durable import PAUSES_S, may_pass
 from sao.storage.failpoints import failpoint
-from sao.transport.weights import WeightsRef, fingerprint, publish
+from sao.transport.weights import WeightsRef, fingerprint
 
 log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -52,8 +54,9 @@ class Checkpointer:
         self._saving: Future[str | None] | None = None
         self._step = -1
 
-    def save(self, lease: int, tasks: list[tuple[int, int]]) -> str | None:
+    def save(self, lease: int, tasks: list[tuple[int, int]], ended: int = 0) -> str | None:
         """Copies the learner's state and begins to write it; `lease` and `tasks` (ordinal, attempt): the last step's.
+        `ended`: as `Ordinals.close` was told.
 
         Waits for the save before, if it still goes on, and returns what `finish` says of it.
         """
@@ -62,23 +65,12 @@ class Checkpointer:
         learner, world = self.learner, self.world
         self._step = learner.steps
         tensors = state_tensors(learner)
-        ledger = {"lease": lease, "tasks": [list(task) for task in tasks], "trained": self.trained.runs}
+        ledger = {"lease": lease, "tasks": [list(task) for task in tasks], "trained": self.trained.runs, "ended": ended}
         metadata = {**_metadata(learner, tensors), "ledger": ledger}
         staged: Any = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
         dtype, parts = learner.config.model.dtype, _models(learner).items()
         model = {part: full_tensors(module, dtype, world, copy=True) for part, module in parts}
-        draft, fault = None, "rank 0 could not make the folder"
-        if world.rank == 0:
-            try:
-                failpoint("save.staged")
-                draft = Draft(self.folder, learner.steps)
-            except OSError as error:
-                fault = str(error)
-        if world.share([draft is not None])[0]:
-            self._saving = self._writer.submit(self._write, draft, staged, model, metadata)
-        else:
-            self._saving = Future()
-            self._saving.set_result(fault)
+        self._saving = self._writer.submit(self._write, staged, model, metadata)
         return before
 
     def finish(self) -> str | None:
@@ -86,13 +78,39 @@ class Checkpointer:
         fault = None if self._saving is None else self._saving.result()
         self._saving = None
         failed = self.world.share([fault is not None])[0]
-        return f"step {self._step}: {fault or 'rank 0 failed'}" if failed else None
+        return f"step {self._step}: {self.folder}: {fault or 'rank 0 failed'}" if failed else None
 
-    def _write(
-        self, draft: Draft | None, staged: dict[str, Tensor], model: dict[str, Any], metadata: dict[str, Any]
-    ) -> str | None:
-        """Writes what was copied; returns why it could not. `draft` is known on rank 0."""
-        config, began = self.learner.config, time.perf_counter()
+    def _write(self, staged: dict[str, Tensor], model: dict[str, Any], metadata: dict[str, Any]) -> str | None:
+        """Writes what was copied, again and again while the disk fails; returns why it could not."""
+        began, patience_s = time.perf_counter(), self.learner.config.run.disk_patience_s
+        for pause_s in chain(PAUSES_S, repeat(1.0)):
+            fault = self._try_to_write(staged, model, metadata)
+            failed, final, over = self._on_any_rank(
+                fault is not None,
+                fault is not None and not may_pass(fault),
+                self.world.rank == 0 and time.perf_counter() - began + pause_s > patience_s,
+            )
+            if not failed:
+                if self.world.rank == 0:
+                    log.info("checkpoint of step %d is complete, after %.1f s", self._step, time.perf_counter() - began)
+                return None
+            log.error("checkpoint of step %d: %s", self._step, fault or "another rank failed")
+            if final or over:
+                return fault or "another rank failed"
+            time.sleep(pause_s)
+        raise AssertionError("the pauses have no end")
+
+    def _try_to_write(self, staged: dict[str, Tensor], model: dict[str, Any], metadata: dict[str, Any]) -> str | None:
+        config, draft = self.learner.config, None
+        fault: BaseException | None = None
+        if self.world.rank == 0:
+            try:
+                failpoint("save.staged")
+                draft = Draft(self.folder, self._step)
+            except OSError as error:
+                fault = error
+        if self._on_any_rank(fault is not None)[0]:
+            return None if fault is None else _explain(fault)
         try:
             folder = self.folder / f".step-{self._step}.part" / STATE
             files = {name: _PARTS.index(name.partition("/")[0]) + 1 for name in metadata["tensors"]}
@@ -102,16 +120,19 @@ class Checkpointer:
             if draft is not None:
                 write_model(self.learner.policy.lm, model, config, draft.folder)
                 failpoint("save.model")
-                metadata = {**metadata, "fingerprint": fingerprint(model["policy"])}
-                path = draft.commit(metadata, config.learner.checkpoints_kept)
-                log.info("%s is complete, after %.1f s", path, time.perf_counter() - began)
+                draft.commit({**metadata, "fingerprint": fingerprint(model["policy"])}, config.learner.checkpoints_kept)
             return None
         except (Exception, CheckpointException) as error:  # the latter is no Exception
-            fault = _explain(error)
-            log.error("checkpoint of step %d: %s", self._step, fault)
             if draft is not None:
                 draft.abandon()
-            return fault
+            return _explain(error)
+
+    def _on_any_rank(self, *flags: bool) -> list[bool]:
+        """Which of the flags any rank has set. A collective of the writers."""
+        found = torch.tensor(flags, dtype=torch.int64)
+        if self._group is not None:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return [flag > 0 for flag in found.tolist()]
 
 
 def state_tensors(learner: Learner) -> dict[str, Tensor]:
@@ -181,9 +202,7 @@ def republish(learner: Learner, checkpoint: Checkpoint) -> WeightsRef | None:
     restored, saved = fingerprint(tensors), checkpoint.manifest["fingerprint"]
     if restored != saved:
         raise CheckpointError(f"{checkpoint.path}: the restored policy is {restored}, saved was {saved}")
-    if learner.version == 0 or learner.weights_folder is None:
-        return None
-    return learner.announce(publish(tensors, learner.weights_folder, learner.version))
+    return learner.publish(tensors) if learner.version else None
 
 
 def _models(learner: Learner) -> dict[str, nn.Module]:

@@ -6,10 +6,12 @@ no rank waits for another longer than a round, however long the broker needs for
 
 import logging
 import time
-from concurrent.futures import wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from sao.config import Config
 from sao.errors import CheckpointError, LearnerError
@@ -39,60 +41,82 @@ class Taken:
     frames: list[Any]  # of its trajectories, one after another
     tasks: list[tuple[int, int]]  # ordinal and attempt of each trajectory
     wait_s: float
+    ended: int = 0  # every task below this ordinal was trained or dropped before; on rank 0
 
 
-def train(learner: Learner, connection: Client | None, checkpoints: Path, trained: Ordinals | None = None) -> str:
-    """Trains until `run.steps` steps are done or the broker stops it, saves, and returns why it ended.
+def train(
+    learner: Learner,
+    connection: Client | None,
+    checkpoints: Path,
+    trained: Ordinals | None = None,
+    asked: Future[str] | None = None,
+) -> str:
+    """Trains until `run.steps` steps are done or it is to stop, saves, and returns why it ended.
 
     `connection` is that to the broker on rank 0 and None elsewhere; `trained`: the tasks of the checkpoint that the
-    learner continues from. A checkpoint that cannot be saved is reported and training goes on, unless it is the last.
+    learner continues from; `asked` has a result, the reason, when this rank is to stop for another than the broker. A
+    checkpoint that cannot be saved is reported and training goes on, unless it is the last.
     Raises what the connection, the batch or the step raises, and `CheckpointError`.
     """
     config, saver = learner.config, Checkpointer(learner, checkpoints, trained)
     reason, every, save_s = f"{config.run.steps} steps done", config.learner.save_every_steps, 0.0
     unsaved: Taken | None = None
     while learner.steps < config.run.steps:
-        taken = take(learner, connection)
+        taken = take(learner, connection, asked)
         if taken is None:
-            reason = STOPPED
+            reason = why_stopped(asked)
             break
         result = train_on(learner, taken, saver.trained)
         result.metrics["time/save_s"], save_s = save_s, 0.0
         commit(connection, taken, result)
         saver.trained.add(ordinal for ordinal, _ in taken.tasks)
+        saver.trained.close(taken.ended)
         if connection is not None and result.arrays is not None:
             _record(config, taken, result, checkpoints.parent / "trajectories")
         unsaved = taken
         if every and learner.steps % every == 0:
             began = time.perf_counter()
-            _report(connection, saver.save(taken.lease, taken.tasks))
+            _report(connection, saver.save(taken.lease, taken.tasks, taken.ended))
             unsaved, save_s = None, time.perf_counter() - began
     if unsaved is not None:
-        _report(connection, saver.save(unsaved.lease, unsaved.tasks))
+        _report(connection, saver.save(unsaved.lease, unsaved.tasks, unsaved.ended))
     if fault := saver.finish():
         raise CheckpointError(f"the last checkpoint could not be saved: {fault}")
     log.info("%s; policy version %d after %d steps", reason, learner.version, learner.steps)
     return reason
 
 
-def take(learner: Learner, connection: Client | None) -> Taken | None:
-    """The next batch on every rank, or None when the broker has stopped it."""
+def why_stopped(asked: Future[str] | None) -> str:
+    """Why there was no batch."""
+    return asked.result() if asked is not None and asked.done() else STOPPED
+
+
+def take(learner: Learner, connection: Client | None, asked: Future[str] | None = None) -> Taken | None:
+    """The next batch on every rank, or None when the broker has stopped it, or a rank was `asked` to; see `train`."""
     began, world = time.perf_counter(), learner.world
     future = None if connection is None else connection.call(Take(n=learner.config.learner.batch_trajectories))
+    waited_for: list[Future[Any]] = [one for one in (future, asked) if one is not None]
     batch: Batch | None = None
     state, lease, version = _WAIT, 0, 0
     while state == _WAIT:
-        if future is not None and wait([future], _ROUND_S).done:
-            answer = future.result()
-            state = _STOP
-            if isinstance(answer, Batch):
-                batch, state, lease, version = answer, _BATCH, answer.lease, answer.version
+        if future is not None:
+            wait(waited_for, _ROUND_S, FIRST_COMPLETED)
+            if future.done():
+                answer = future.result()
+                state = _STOP
+                if isinstance(answer, Batch):
+                    batch, state, lease, version = answer, _BATCH, answer.lease, answer.version
         state, lease, version = world.share([state, lease, version])
+        if world.largest(torch.tensor([asked is not None and asked.done()], dtype=torch.int64)).item():
+            if future is not None:
+                future.cancel()  # what it may have been given goes back
+            state = _STOP
     if state == _STOP:
         return None
     frames = world.share_frames([] if batch is None else list(batch.frames))
     tasks = [] if batch is None else list(zip(batch.ordinals, batch.attempts, strict=True))
-    return Taken(lease, version, frames, tasks, time.perf_counter() - began)
+    wait_s, ended = time.perf_counter() - began, 0 if batch is None else batch.ended
+    return Taken(lease, version, frames, tasks, wait_s, ended)
 
 
 def train_on(learner: Learner, taken: Taken, trained: Ordinals) -> StepResult:

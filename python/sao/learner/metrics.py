@@ -34,7 +34,7 @@ def describe(trajectories: Sequence[Trajectory], batch: Batch, success_reward: f
         "rollout/timed_out": np.mean([t.termination.reason == "time_limit" for t in trajectories]),
         "rollout/actions_max": actions.max(),
         "rollout/turns": starts.sum() / count,
-        "rollout/segments": len(batch.lengths) / count,
+        "rollout/segments": np.add.reduceat(mask, batch.segment_offsets[:-1], dtype=np.bool_).sum() / count,
         "tokens/action": mask.sum(),
         "lag/mean": lags.mean(),
         "lag/max": lags.max(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from sao.algorithms.value import explained_variance
 from sao.config.sections import ValuePretrainingSection
 from sao.learner.export import write_critic
-from sao.learner.loop import STOPPED, commit, take, train_on
+from sao.learner.loop import commit, take, train_on, why_stopped
 from sao.learner.step import Learner
 from sao.storage.checkpoints import Ordinals
 from sao.transport.client import Client
@@ -54,20 +55,20 @@ class Progress:
         return f"{self._batches} batches done" if self._batches >= settings.steps else None
 
 
-def pretrain(learner: Learner, connection: Client | None, run_folder: Path) -> str:
+def pretrain(learner: Learner, connection: Client | None, run_folder: Path, asked: Future[str] | None = None) -> str:
     """Trains the critic until it is time to stop, writes it to `run_folder/critic`, and returns why it ended.
 
-    `connection` is that to the broker on rank 0 and None elsewhere. A run that is stopped from outside before the first
-    batch writes nothing.
+    `connection` is that to the broker on rank 0 and None elsewhere, `asked` as for `train`. A run that is stopped from
+    outside before the first batch writes nothing.
     """
     critic = learner.critic_update
     assert critic is not None, "the configuration's rules"
     config, reason, rollouts, tokens = learner.config, "", 0, 0
     progress = Progress(config.value_pretraining)
     while not reason:
-        taken, result = take(learner, connection), None
+        taken, result = take(learner, connection, asked), None
         if taken is None:
-            reason = STOPPED
+            reason = why_stopped(asked)
         else:
             result = train_on(learner, taken, Ordinals())
             rollouts, tokens = rollouts + len(taken.tasks), tokens + result.trained_tokens

@@ -179,7 +179,16 @@ class Learner:
             return None
         tensors = full_tensors(self.policy.lm, self.config.model.dtype, self.world)
         failpoint("publish.begin")
-        return None if tensors is None else self.announce(publish(tensors, self.weights_folder, self.version))
+        return None if tensors is None else self.publish(tensors)
+
+    def publish(self, tensors: dict[str, torch.Tensor]) -> WeightsRef | None:
+        """Writes the whole tensors of the policy as the present version and announces it; on rank 0. Raises
+        `WeightsError`.
+        """
+        if self.weights_folder is None:
+            return None
+        patience_s = self.config.run.disk_patience_s
+        return self.announce(publish(tensors, self.weights_folder, self.version, patience_s=patience_s))
 
     def _end(self, work: Work, kept: int, weights: WeightsRef | None, skipped: str | None) -> StepResult:
         metrics, sampled = work.metrics, work.batch.sampled_tokens

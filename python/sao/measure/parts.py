@@ -15,6 +15,7 @@ from sao.algorithms.advantage import advantages
 from sao.embed.buffer import TrajectoryBuffer
 from sao.measure import workloads
 from sao.measure.measure import Row, row, times_us
+from sao.storage.ownership import own
 from sao.trajectory import decode, encode
 
 RANKS, CAPACITY = 8, 200_000  # of a plan; of a bin or row, in tokens
@@ -110,6 +111,7 @@ def weights(quick: bool) -> Iterator[Row]:
         tensors = {f"layer{i}": torch.randn(mebibytes << 14, dtype=torch.float32) for i in range(16)}
         n_bytes, size = mebibytes << 20, f"{mebibytes} MiB in 16 tensors"
         with tempfile.TemporaryDirectory(prefix="sao-bench-", dir=shared) as folder:
+            own(Path(folder))  # so that it goes with the next start when this process is killed
             published = times_us(partial(publish, tensors, folder, 1), 1.0, 3)
             yield row("publish", size, "sao", published, n_bytes, "B")
             loaded = times_us(partial(load, publish(tensors, folder, 1)), 1.0, 3)

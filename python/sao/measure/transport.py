@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import zmq
 from numpy.typing import NDArray
 
 from sao.measure.measure import Row, row
+from sao.storage.ownership import own
 from sao.transport.actor import Actor
 from sao.transport.client import Client
 from sao.transport.mailbox import Request
@@ -52,6 +54,7 @@ def _received(how: str, n_bytes: int, count: int, pause_s: float) -> NDArray[np.
     context = multiprocessing.get_context("spawn")
     begin = context.Barrier(PRODUCERS + 1)  # what a process takes to start is more than what it takes to send
     with tempfile.TemporaryDirectory(prefix="sao-bench-") as folder:
+        own(Path(folder))  # so that it goes with the next start when this process is killed
         endpoint = "tcp://127.0.0.1:*" if how.endswith("tcp") else f"ipc://{folder}/s"
         with (_messages if how[:3] == "sao" else _frames)(endpoint) as (address, receive):
             arguments = (how, address, n_bytes, count // PRODUCERS, pause_s, begin)

@@ -150,9 +150,11 @@ def _machine() -> Iterator[Finding]:
 def _sockets() -> Iterator[Finding]:
     folder = private_folder(ownership.PREFIX, str(folders.SOCKETS))
     try:
+        ownership.own(folder)  # so that it goes with the next start when this process is killed
         yield _reachable("ipc", f"ipc://{folder / 'doctor'}")
         yield _reachable("loopback tcp", "tcp://127.0.0.1:0")
     finally:
+        ownership.disown(folder)
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sao.errors import ConfigError
-from sao.storage.ownership import PREFIX, own, owner
+from sao.storage.ownership import OWNER, PREFIX, own, owner
 from sao.transport.sockets import private_folder
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -90,6 +90,8 @@ def run_folder_fault(folder: Path, *, overwrite: bool) -> str | None:
         return None
     if pid := owner(folder):
         return f"run.name: {folder} is in use by process {pid}"
+    if _barely_begun(folder):
+        return None
     if not overwrite:
         return f"run.name: {folder} exists; choose another run.name or pass --overwrite"
     if not (folder / "config.json").is_file():
@@ -97,11 +99,24 @@ def run_folder_fault(folder: Path, *, overwrite: bool) -> str | None:
     return None
 
 
-def hold(folder: Path, wait_s: float = HOLD_S, on_wait: Callable[[], None] = lambda: None) -> int:
+def _barely_begun(folder: Path) -> bool:
+    """Whether there is nothing but what a start leaves that has failed before it wrote its configuration."""
+    names, logs = {path.name for path in folder.iterdir()}, folder / "logs"
+    left = {name for name in names if not name.startswith((OWNER, f".{OWNER}-"))}
+    return left <= {"logs", ".config.json.new"} and not (logs.is_dir() and any(logs.iterdir()))
+
+
+def hold(
+    folder: Path,
+    wait_s: float = HOLD_S,
+    on_wait: Callable[[], None] = lambda: None,
+    on_unlocked: Callable[[str], None] = lambda text: None,
+) -> int:
     """Locks the folder for this process and the children that inherit the handle; returns the handle, to be closed.
 
     What an earlier start has left running (its supervisor was killed) holds the folder until it has ended: that is
-    waited for, after one call of `on_wait`. Raises `ConfigError` when it has not ended after `wait_s`.
+    waited for, after one call of `on_wait`. Where there are no locks `on_unlocked` is told, and nothing is waited for.
+    Raises `ConfigError` when it has not ended after `wait_s`.
     """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     deadline = time.monotonic() + wait_s
@@ -115,6 +130,9 @@ def hold(folder: Path, wait_s: float = HOLD_S, on_wait: Callable[[], None] = lam
             if time.monotonic() > deadline:
                 break
             time.sleep(0.1)
+        except OSError as error:
+            on_unlocked(f"{folder} cannot be locked ({error.strerror}): another start in it would not be noticed")
+            return handle
     os.close(handle)
     text = f"processes of an earlier start have not ended within {wait_s:g} s"
     raise ConfigError(f"run.name: {folder} is in use: {text}")

@@ -132,13 +132,16 @@ def _prepare(host: Host, name: str) -> tuple[Config, launch.Places]:
 
 
 def _run(config: Config, places: launch.Places, make: Callable[[launch.Places], Command]) -> int:
-    """Runs an actor to its end with our output; signals ask it to end in order, then it is killed with its family."""
+    """Runs an actor to its end with our output. A signal asks it to end in order; a second one kills it with its
+    family, and so does the time, but for a learner: its last checkpoint may take as long as it has to.
+    """
     asked: list[int] = []
 
     def end(number: int, _frame: FrameType | None) -> None:
         asked.append(number)
         child.send_signal(signal.SIGTERM if len(asked) == 1 else signal.SIGKILL)
-        signal.setitimer(signal.ITIMER_REAL, config.transport.shutdown_s + END_S)
+        if command.role != "learner":
+            signal.setitimer(signal.ITIMER_REAL, config.transport.shutdown_s + END_S)
 
     for stale in folders.remove_stale():
         print(f"removed {stale}, left by a run that was killed", flush=True)
@@ -151,6 +154,6 @@ def _run(config: Config, places: launch.Places, make: Callable[[launch.Places], 
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
     if code >= 0:
-        return code
+        return EXIT_INTERRUPTED if asked and code == 0 and command.role == "learner" else code
     print(f"{command.name}: {child.how_it_ended}", file=sys.stderr, flush=True)
     return EXIT_INTERRUPTED if asked else EXIT_FAILED

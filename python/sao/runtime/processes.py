@@ -7,11 +7,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 import psutil
 
@@ -36,9 +36,9 @@ class Child(subprocess.Popen[bytes]):
     """A running process; started by `Family.start`. Its id is also that of its session and process group."""
 
     def __init__(self, command: Command, log: Path | None, on_exit: Callable[[Self], None]) -> None:
-        self.command, self._log, self._log_start_bytes = command, log, 0
-        with log.open("ab") if log else nullcontext() as output:
-            if output:
+        self.command, self._log, self._log_start_bytes, self._unwritten = command, log, 0, ""
+        with self._output() as output:
+            if output and not isinstance(output, int):
                 self._log_start_bytes = output.tell()
             super().__init__(
                 under_parent(command.argv),
@@ -50,6 +50,14 @@ class Child(subprocess.Popen[bytes]):
                 start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor only, which ends all in order
             )
         threading.Thread(target=self._watch, args=(on_exit,), daemon=True).start()
+
+    def _output(self) -> AbstractContextManager[Any]:
+        """Where the process writes: its log, ours without one, and nowhere where its log cannot be opened."""
+        try:
+            return self._log.open("ab") if self._log else nullcontext()
+        except OSError as error:
+            self._log, self._unwritten = None, f"({self._log} cannot be written: {error.strerror})"
+            return nullcontext(subprocess.DEVNULL)
 
     def _watch(self, on_exit: Callable[[Self], None]) -> None:
         self.wait()
@@ -72,7 +80,7 @@ class Child(subprocess.Popen[bytes]):
     def last_lines(self, count: int = 15, at_most_bytes: int = 16384) -> str:
         """The last lines that this process wrote (not an earlier one with the same log)."""
         if self._log is None:
-            return ""
+            return self._unwritten
         with self._log.open("rb") as file:
             end_bytes = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start_bytes, end_bytes - at_most_bytes))

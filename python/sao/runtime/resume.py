@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from sao._core import ledger_history
 from sao.config import Config
 from sao.errors import CheckpointError, ConfigError, LedgerError
-from sao.storage import checkpoints, ownership
+from sao.storage import checkpoints, durable, ownership
 from sao.storage.checkpoints import Checkpoint, Ordinals
 from sao.storage.model_folder import identity
 from sao.telemetry import sinks
@@ -23,7 +23,7 @@ from sao.telemetry import sinks
 STARTS = "starts"  # how often the run was resumed; generators derive their random numbers from it
 # What may differ from the run's first start: limits, resources, what is watched. All else decides what is trained.
 MAY_CHANGE = {
-    "run": {"name", "dir", "steps", "max_failures_in_a_row", "target_success", "restart_killed"},
+    "run": {"name", "dir", "steps", "max_failures_in_a_row", "target_success", "restart_killed", "disk_patience_s"},
     "model": {"activation_checkpointing", "attention"},
     "env": {"step_timeout_s", "episode_timeout_s", "concurrency"},
     "learner": {
@@ -93,7 +93,7 @@ def remember_models(config: Config, run_folder: Path) -> None:
     paths = {"model.path": config.model.path, "learner.critic_path": config.learner.critic_path}
     paths["compaction.summariser"] = config.compaction.summariser
     models = {key: identity(Path(path)) for key, path in paths.items() if path and Path(path).is_dir()}
-    (run_folder / IDENTITIES).write_text(json.dumps(models, indent=2) + "\n", encoding="utf-8")
+    durable.write_text(run_folder / IDENTITIES, json.dumps(models, indent=2) + "\n")
 
 
 def find(config: Config, run_folder: Path, *, tidy: bool = False) -> Resume:
@@ -119,9 +119,7 @@ def begin(resume: Resume, run_folder: Path) -> list[str]:
     """Prepares the run folder; returns what a user should know. For whoever holds the folder (`folders.hold`)."""
     for left in run_folder.glob(f"{ownership.PREFIX}*"):  # weights of a start without shared memory
         shutil.rmtree(left, ignore_errors=True)
-    unfinished = run_folder / f".{STARTS}"
-    unfinished.write_text(f"{resume.start + 1}\n")
-    unfinished.replace(run_folder / STARTS)
+    durable.write_text(run_folder / STARTS, f"{resume.start + 1}\n")
     return settle(resume, run_folder)
 
 
@@ -136,7 +134,9 @@ def settle(resume: Resume, run_folder: Path) -> list[str]:
 
 
 def _agree(ledger: Path, checkpoint: Checkpoint) -> None:
-    """Raises `CheckpointError` unless the ledger says that exactly the checkpoint's tasks were trained."""
+    """Raises `CheckpointError` unless the ledger says that exactly the checkpoint's tasks were trained, of those that
+    may be trained at all: below `ended` all were, or dropped.
+    """
     saved: dict[str, Any] = checkpoint.manifest["ledger"]
     runs, steps = ledger_history(ledger, checkpoint.step - 1)
     step = next((step for step in steps if step["step"] == checkpoint.step), None)
@@ -147,6 +147,7 @@ def _agree(ledger: Path, checkpoint: Checkpoint) -> None:
         raise CheckpointError(f"{checkpoint.path}: {text}")
     trained = Ordinals(runs)
     trained.add(ordinal for ordinal, _ in step["tasks"])
+    trained.close(saved.get("ended", 0))
     if trained.runs != saved["trained"]:
         raise CheckpointError(f"{checkpoint.path}: other tasks were trained than {ledger.name} says")
 

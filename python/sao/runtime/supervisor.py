@@ -39,6 +39,7 @@ RESTARTS: Final = 3  # of one process within the window; one more ends the run
 RESTART_WINDOW_S: Final = 300.0
 START_S: Final = 60.0  # for the broker to answer
 GOODBYE_S: Final = 5.0  # between the broker's regular exit and its message that the run is done
+WORD_S: Final = 1.0  # between the broker's end with an error and its message why
 SAVE_S: Final = 600.0  # for the learner's last checkpoint, after its last sign of work
 BUSY: Final = 0.05  # share of a CPU from which a process counts as at work
 PROGRESS_S: Final = 10.0  # between two lines on what is waited for at the end
@@ -115,7 +116,7 @@ class Supervisor:
         self._client: Client | None = None
         self._outcome: Outcome | None = None
         self._signals = self.last_step = 0
-        self._done_by = math.inf
+        self._done_by, self._without_word = math.inf, "the broker ended before the run was done"
         self._waiting_since, self._stall_s = time.monotonic(), STALL_S
 
     def run(self) -> Outcome:
@@ -183,7 +184,10 @@ class Supervisor:
         if self._outcome is not None:
             return
         if now > self._done_by:
-            self._finish(EXIT_FAILED, "the broker ended before the run was done")
+            self._finish(EXIT_FAILED, self._without_word)
+        used = (self._places.run_folder, self._places.weights_folder, self._places.store.parent)
+        if gone := [str(folder) for folder in used if not folder.is_dir()]:  # those who look for it would wait for ever
+            self._finish(EXIT_FAILED, f"{' and '.join(gone)}: removed while the run was using it")
         if now - self._waiting_since > self._stall_s:
             self._stall_s *= 2
             text = f"no step for {now - self._waiting_since:.0f} s"
@@ -250,7 +254,11 @@ class Supervisor:
         else:
             ended = f"ended unexpectedly{self._restarts.described(counted)} ({child.how_it_ended})"
             text = f"{name} {ended}; last lines of {self._logs / name}.log:"
-            self._finish(EXIT_FAILED, f"{text}\n{child.last_lines() or '(nothing was written)'}")
+            text = f"{text}\n{child.last_lines() or '(nothing was written)'}"
+            if role == "broker" and child.returncode > 0 and self.last_step:  # its own word on it may be on its way
+                self._done_by, self._without_word = time.monotonic() + WORD_S, text
+            else:
+                self._finish(EXIT_FAILED, text)
 
     def _may_start_again(self, child: Child) -> bool:
         """Whether a new process can go on where this one was: broker and learner only if they were killed."""

@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,8 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False, alon
     if not resume:
         folders.make_run_folder(run_folder, overwrite=overwrite)
     with ExitStack() as held:
-        lock = folders.hold(run_folder, on_wait=lambda: tell("waiting for processes of an earlier start to end"))
+        waiting = "waiting for processes of an earlier start to end"
+        lock = folders.hold(run_folder, on_wait=lambda: tell(waiting), on_unlocked=warnings.append)
         held.callback(os.close, lock)
         found = resuming.find(config, run_folder, tidy=True) if resume else None
         if found is not None and found.finished:
@@ -120,7 +121,10 @@ def _places(config: Config, sockets: Path, weights: Path, found: Resume | None, 
 def _summary(run_folder: Path, config: Config) -> list[str]:
     """The outcome of the run, in lines: held-out success first and last, the critic, the model, the curves."""
     lines = []
-    records = sinks.surviving(sinks.read(run_folder / "metrics.jsonl"))
+    try:
+        records = sinks.surviving(sinks.read(run_folder / "metrics.jsonl"))
+    except OSError as error:
+        return [f"no summary: {error.filename}: {error.strerror}"]
     if held_out := [record for record in records if record["kind"] == "eval" and record["success"] is not None]:
         points = held_out[:1] + held_out[1:][-1:]
         text = ", then ".join(f"{record['success']:.3f} at step {record['step']}" for record in points)
@@ -134,7 +138,11 @@ def _summary(run_folder: Path, config: Config) -> list[str]:
     if models:
         lines.append(f"model: {config.folder / 'checkpoints' / models[-1].name}")
     if config.telemetry.plot and any(record["kind"] == "step" for record in records):
-        with suppress(ImportError):  # matplotlib is not installed; the check before the run has said so
+        try:
             plot.curves(records, run_folder / "curves.png")
             lines.append(f"curves: {config.folder / 'curves.png'}")
+        except ImportError:
+            pass  # matplotlib is not installed; the check before the run has said so
+        except OSError as error:
+            lines.append(f"no curves: {run_folder / 'curves.png'}: {error.strerror}")
     return lines

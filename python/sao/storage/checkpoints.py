@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,10 @@ _REST = re.compile(r"\.step-\d+\.(part|old|gone)")
 
 
 class Ordinals:
-    """A set of task ordinals as sorted runs: as large as it has gaps, however many tasks were trained."""
+    """The tasks that were trained, as sorted runs of their ordinals: as large as it has gaps, however many there are.
+
+    Dropped tasks are gaps, which `close` fills where every task has ended: none of those is ever trained (again).
+    """
 
     def __init__(self, runs: Iterable[Sequence[int]] = ()) -> None:
         """`runs`: disjoint, in order, (first, one past the last) each. Raises `CheckpointError` for anything else."""
@@ -60,6 +64,14 @@ class Ordinals:
                 runs.append([start, stop])
         self.runs = runs
 
+    def close(self, ended: int) -> None:
+        """Every task below `ended` was trained or dropped."""
+        later = [run for run in self.runs if run[1] > ended]
+        if ended:
+            first = later.pop(0)[1] if later and later[0][0] <= ended else ended
+            later.insert(0, [0, first])
+        self.runs = later
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -80,9 +92,9 @@ def being_written(checkpoints: Path) -> int | None:
     """Bytes so far of checkpoints that are being written there, or None while there is none."""
     drafts = list(checkpoints.glob(".step-*.part"))
     written = 0
-    for path in (path for draft in drafts for path in draft.rglob("*")):
-        with suppress(FileNotFoundError):  # it has just got its final name
-            written += path.stat().st_size
+    for draft in drafts:
+        with suppress(FileNotFoundError):  # it has just got its final name, or a file in it
+            written += sum(path.stat().st_size for path in draft.rglob("*"))
     return written if drafts else None
 
 
@@ -166,6 +178,21 @@ def verify(path: Path) -> Checkpoint:
     return checkpoint
 
 
+def damaged(path: Path, *patterns: str) -> list[str]:
+    """What of the files that match is not as the manifest says, a line each; nothing where there is no manifest."""
+    if not (path / MANIFEST).is_file():
+        return []
+    try:
+        listed = read(path).manifest["files"]
+    except CheckpointError as error:
+        return [str(error)]
+    names = [name for name in sorted(listed) if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    found = _files(path, [path / name for name in names if (path / name).is_file()])
+    faults = {name: "its checksum differs from the manifest's" for name in names if found.get(name) != listed[name]}
+    faults |= {name: "listed in the manifest, not there" for name in names if name not in found}
+    return [f"{path / name}: {fault}" for name, fault in faults.items()]
+
+
 def newest(
     checkpoints: Path, accept: Callable[[Checkpoint], None] | None = None
 ) -> tuple[Checkpoint | None, list[tuple[Path, str]]]:
@@ -230,9 +257,10 @@ def _discard(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and checksum of every file but the manifest, by its path in the folder."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+def _files(folder: Path, paths: Sequence[Path] | None = None) -> dict[str, dict[str, Any]]:
+    """Size and checksum of these files, or every file but the manifest, by the path in the folder."""
+    if paths is None:
+        paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
 
     def describe(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:

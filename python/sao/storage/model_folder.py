@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sao.errors import ConfigError
+from sao.storage import checkpoints
 
 INDEX: Final = "model.safetensors.index.json"
 WEIGHTS: Final = "model.safetensors"
@@ -47,15 +48,26 @@ def file_faults(folder: Path, *, weights: str | None = None, tokenizer: bool = T
             read_config(folder)
         except ConfigError as error:
             yield str(error)
+    torn: list[str] = []
     if not pointers & {path.name for path in folder.glob("*.safetensors*")}:
         try:
             shapes(folder, weights)
         except ConfigError as error:
-            yield from str(error).splitlines()
+            torn = str(error).splitlines()
+    yield from torn
+    if not torn and not pointers:  # of a checkpoint that was copied badly, or lies on a bad disk
+        yield from checkpoints.damaged(
+            folder, weights or "model*.safetensors", *(["tokenizer.json"] if tokenizer else [])
+        )
     if not tokenizer:
         return
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         yield f"{folder} has no tokenizer.json"
+    elif (file := folder / "tokenizer.json").is_file() and file.name not in pointers:
+        try:
+            json.loads(file.read_bytes())
+        except (OSError, ValueError) as error:
+            yield f"{file} cannot be read: {error}"
 
 
 def _is_pointer(path: Path) -> bool:

@@ -13,20 +13,28 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from sao.errors import StorageError
+
 PREFIX: Final = "sao-"  # how the names of such folders begin
 OWNER: Final = "owner"
 _held: dict[Path, int] = {}  # folders of this process -> descriptors that hold the locks
 
 
 def own(folder: Path) -> None:
-    """Makes the folder ours until this process ends or disowns it. Its file appears locked."""
+    """Makes the folder ours until this process ends or disowns it. Its file appears locked. Raises `StorageError`."""
     path = folder / OWNER
     temporary = folder / f".{OWNER}-{os.getpid()}"
-    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with suppress(OSError):  # no locks on this file system: `owner` will not judge it
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.write(descriptor, json.dumps({"process": os.getpid()}).encode())
-    temporary.rename(path)
+    try:
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with suppress(OSError):  # no locks on this file system: `owner` will not judge it
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(json.dumps({"process": os.getpid()}).encode())
+        temporary.rename(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
     if (before := _held.get(path)) is not None:
         os.close(before)
     _held[path] = descriptor

@@ -40,10 +40,12 @@ class Monitor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._with_view(lambda view: view.close())
         for sink in self.sinks:
-            with suppress(Exception):  # of a tracker; a fault of its writes was shown
+            try:
                 sink.close()
+            except Exception as error:  # of a tracker, which had held back what it was given
+                self._tell(f"{type(sink).__name__}: {error}; its last records may be missing there")
+        self._with_view(lambda view: view.close())
 
     def report(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Takes what happened: `run`, `step`, `eval`, `event` or `end`."""
@@ -76,9 +78,11 @@ class Monitor:
         except Exception as error:
             self._missed[sink] += 1
             if self._missed[sink] == 1:
-                text = f"{name}: {error}; records are missing there until this is over"
-                failed = record("event", {"level": "warning", "text": text})
-                self._with_view(partial(View.write, record=failed))
+                self._tell(f"{name}: {error}; records are missing there until this is over")
+
+    def _tell(self, text: str) -> None:
+        """A warning for the person who watches."""
+        self._with_view(partial(View.write, record=record("event", {"level": "warning", "text": text})))
 
     def _with_view(self, act: Callable[[View], None]) -> None:
         """The terminal may be closed, or the reader of a pipe gone: then nobody watches, and the run goes on."""

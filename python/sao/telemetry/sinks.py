@@ -6,12 +6,14 @@ A record is a flat dict with `kind` (`run`, `resume`, `step`, `eval`, `event`, `
 are numbers, and what is not finite or not known is null. `docs/reference/metrics.md` lists the names.
 """
 
+import io
 import json
 import math
 import os
 import re
+import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,28 +37,62 @@ def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+class Appended:
+    """A file that grows by whole pieces: each is in it when `write` returns, or nothing of it and the fault is told."""
+
+    def __init__(self, path: Path, whole: Callable[[bytes], int] = len) -> None:
+        """Opens the file when there is something to write, to go on at its end: what is there already counts as far as
+        `whole` says, in bytes.
+        """
+        self._path, self._whole = path, whole
+        self._file: io.FileIO | None = None
+        self._size = 0  # of whole pieces
+
+    def write(self, piece: bytes) -> None:
+        """Raises `OSError` with the path; what there may be of the piece is gone by the next one at the latest."""
+        try:
+            file = self._file or self._open()
+            self._cut(file)
+            try:
+                left = memoryview(piece)
+                while left:
+                    left = left[file.write(left) :]
+            except OSError:
+                self._cut(file)
+                raise
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
+        self._size += len(piece)
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _cut(self, file: io.FileIO) -> None:
+        if file.seek(0, os.SEEK_END) > self._size:  # what a kill or a failed write has left
+            file.truncate(self._size)
+
+    def _open(self) -> io.FileIO:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = io.FileIO(self._path, "ab+")
+        file.seek(0)
+        self._size = self._whole(file.readall())
+        self._file = file
+        return file
+
+
 class JsonLines:
     """`metrics.jsonl`: one JSON object a line, on disk after each line, so that a killed run has all but the last."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the file to go on at its end; a last line that was cut off by a kill is removed."""
-        if path.exists() and not (data := path.read_bytes()).endswith(b"\n"):
-            os.truncate(path, data.rfind(b"\n") + 1)
-        self._file = path.open("ab", buffering=0)
-        self._size = self._file.tell()  # of whole lines
+        """A last line that was cut off by a kill is overwritten."""
+        self._file = Appended(path, lambda data: data.rfind(b"\n") + 1)
         self.close = self._file.close
 
     def write(self, record: Record) -> None:
-        """Appends one line. Raises `OSError` when it cannot; then no part of the line is left."""
-        line = memoryview(json.dumps(record, allow_nan=False).encode() + b"\n")
-        end = self._size + len(line)
-        try:
-            while line:
-                line = line[self._file.write(line) :]
-        except OSError:
-            self._file.truncate(self._size)
-            raise
-        self._size = end
+        """Appends one line. Raises `OSError`."""
+        self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
 
 
 class TensorBoard:
@@ -65,18 +101,26 @@ class TensorBoard:
     def __init__(self, folder: Path) -> None:
         """Raises `ImportError` where tensorboard is not installed."""
         from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        self._writer = EventFileWriter(str(folder))
-        self.close = self._writer.close
+        # Its own writer of files buffers for minutes in a thread, and cannot be told to try again.
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = Appended(folder / name)
+        self._records, self._begun = RecordWriter(self._file), False
+        self.close = self._file.close
 
     def write(self, record: Record) -> None:
-        """Adds the numbers of step and eval records; others are left out."""
+        """Adds the numbers of step and eval records; others are left out. Raises `OSError`."""
         if numbers := scalars(record):
+            if not self._begun:
+                begins = self._event(wall_time=record["time_s"], file_version="brain.Event:2")
+                self._records.write(begins.SerializeToString())
+                self._begun = True
             values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in numbers.items()]
             summary = self._summary(value=values)
-            self._writer.add_event(self._event(wall_time=record["time_s"], step=record["step"], summary=summary))
+            event = self._event(wall_time=record["time_s"], step=record["step"], summary=summary)
+            self._records.write(event.SerializeToString())
 
 
 class WandB:

@@ -271,7 +271,9 @@ class Take(Message):
 
 
 class Batch(Message):
-    """Leased trajectories: for each, header, payload and sidecars as frames. `ages_s`: since they were finished."""
+    """Leased trajectories: for each, header, payload and sidecars as frames. `ages_s`: since they were finished.
+    `ended`: every task below this ordinal was trained or dropped.
+    """
 
     n_frames = (0, MAX_FRAMES)
 
@@ -281,6 +283,7 @@ class Batch(Message):
     attempts: tuple[Number, ...]
     step: Count = 0
     ages_s: tuple[float, ...] = ()
+    ended: Number = 0
 
 
 class Commit(Message):

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from sao.errors import WeightsError
+from sao.storage.durable import patiently
 from sao.storage.failpoints import failpoint
 from sao.transport.messages import KEPT_VERSIONS, WEIGHTS_FILES, WeightsRef, weights_file
 
@@ -40,11 +41,16 @@ def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def publish(
-    tensors: Mapping[str, torch.Tensor], folder: str | Path, version: int, keep: int = KEPT_VERSIONS
+    tensors: Mapping[str, torch.Tensor],
+    folder: str | Path,
+    version: int,
+    keep: int = KEPT_VERSIONS,
+    patience_s: float = 0.0,
 ) -> WeightsRef:
     """Writes all tensors as version `version` into `folder` and deletes all but the newest `keep` versions.
 
-    The file appears under its final name complete or not at all. Raises `WeightsError` if there is nothing to write, a
+    The file appears under its final name complete or not at all; while the disk fails it is tried again, for
+    `patience_s`. Raises `WeightsError` if there is nothing to write, a
     number is out of range, or the file cannot be written (then no file is left behind).
     """
     if not tensors:
@@ -63,12 +69,19 @@ def publish(
     mark = fingerprint(plain)
     final = folder / weights_file(version)
     temporary = folder / f".{final.name}.{os.getpid()}"
+
+    def write() -> None:
+        try:
+            save_file(plain, temporary, metadata={"format": "pt", "version": str(version), "fingerprint": mark})
+            failpoint("publish.rename")
+            temporary.replace(final)
+        except (OSError, SafetensorError):
+            temporary.unlink(missing_ok=True)
+            raise
+
     try:
-        save_file(plain, temporary, metadata={"format": "pt", "version": str(version), "fingerprint": mark})
-        failpoint("publish.rename")
-        temporary.replace(final)
+        patiently(write, patience_s)
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
         raise WeightsError(f"weights of version {version}: cannot write {final}: {error}") from error
     for old in sorted(folder.glob(WEIGHTS_FILES))[:-keep]:
         if old != final:

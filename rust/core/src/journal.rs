@@ -39,6 +39,10 @@ pub(crate) struct Journal {
     /// Bytes at which the newest segment is full.
     limit: u64,
     failure: Option<Error>,
+    /// Behind the newest segment's end there may be bytes of a write that failed.
+    torn: bool,
+    /// What the newest segment holds may never come to the disk: a sync that failed is not to be asked again.
+    unsynced: bool,
 }
 
 /// Where frames are.
@@ -246,6 +250,8 @@ impl Journal {
             begun: false,
             limit: beginning + segment_bytes.max(beginning),
             failure: None,
+            torn: false,
+            unsynced: false,
         };
         let mut damage = Vec::new();
         for segment in numbers {
@@ -270,8 +276,36 @@ impl Journal {
         self.failure.clone().map_or(Ok(()), Err)
     }
 
-    /// From now on everything fails with this error, which is returned.
-    pub(crate) fn fail(&mut self, what: &str, error: &io::Error) -> Error {
+    /// Whether `mend` has something to do.
+    pub(crate) fn broken(&self) -> bool {
+        self.failure.is_some()
+    }
+
+    /// A sync has failed: until `mend` everything fails with this error, which is returned.
+    pub(crate) fn not_synced(&mut self, error: &io::Error) -> Error {
+        self.unsynced = true;
+        self.fail("synced", error)
+    }
+
+    /// The first half of a repair, after which writes are possible again: what a failed one has left is cut off. Returns
+    /// whether the second half, a `roll` of everything in the newest segment, is due.
+    pub(crate) fn mend(&mut self) -> Result<bool> {
+        if self.torn {
+            let end = self.segments[&self.newest()];
+            let cut = self.file.set_len(end);
+            cut.map_err(|error| failed(&path_of(&self.folder, self.newest()), "cut", &error))?;
+            self.torn = false;
+        }
+        self.failure = None;
+        Ok(self.unsynced)
+    }
+
+    /// The second half of a repair has failed.
+    pub(crate) fn stays_broken(&mut self, error: &Error) {
+        self.failure.get_or_insert_with(|| error.clone());
+    }
+
+    fn fail(&mut self, what: &str, error: &io::Error) -> Error {
         let path = path_of(&self.folder, self.newest());
         self.failure
             .get_or_insert_with(|| failed(&path, what, error))
@@ -318,7 +352,10 @@ impl Journal {
     fn write(&mut self, key: Key, frames: &[&[u8]]) -> Result<u64> {
         self.ready()?;
         let head = begin(key, frames);
-        write_all(&self.file, &head, frames).map_err(|error| self.fail("written", &error))?;
+        write_all(&self.file, &head, frames).map_err(|error| {
+            self.torn = true;
+            self.fail("written", &error)
+        })?;
         let bytes = head.len() + frames.iter().map(|frame| frame.len()).sum::<usize>();
         let segment = self.newest();
         let end = self.segments.entry(segment).or_default();
@@ -338,7 +375,10 @@ impl Journal {
     pub(crate) fn roll(&mut self, snapshot: &[u8], lives: impl Fn(&Key) -> bool) -> Result<()> {
         self.ready()?;
         self.frames.retain(|key, _| lives(key));
-        let (gone, segment) = (self.expendable(), self.newest() + 1);
+        let (mut gone, segment) = (self.expendable(), self.newest() + 1);
+        if self.unsynced {
+            gone.insert(self.newest());
+        }
         let moved: Vec<_> = self
             .frames
             .iter()
@@ -360,7 +400,8 @@ impl Journal {
             at += bytes;
         }
         // Until the folder is on disk a crash of the machine may bring back the old state of it.
-        sync_folder(&self.folder).map_err(|error| self.fail("synced", &error))?;
+        sync_folder(&self.folder).map_err(|error| self.not_synced(&error))?;
+        self.unsynced = false;
         for segment in gone {
             let _ = fs::remove_file(path_of(&self.folder, segment));
             self.segments.remove(&segment);

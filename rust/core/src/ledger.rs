@@ -215,7 +215,7 @@ impl Ledger {
     /// outlives this process; once the file that is returned is synced, a crash of the machine, too.
     ///
     /// # Errors
-    /// `Error::Ledger` when the journal cannot be written. That is final.
+    /// `Error::Ledger` when the journal cannot be written. Nothing can be recorded then before `mend`.
     pub fn flush(&mut self) -> Result<Option<Arc<File>>> {
         let Some(journal) = &mut self.journal else {
             return Ok(None);
@@ -228,9 +228,34 @@ impl Ledger {
     /// The file that `flush` has returned could not be synced: from now on nothing can be recorded.
     pub fn failed(&mut self, error: &std::io::Error) -> Error {
         match &mut self.journal {
-            Some(journal) => journal.fail("synced", error),
+            Some(journal) => journal.not_synced(error),
             None => Error::Ledger(error.to_string()),
         }
+    }
+
+    /// Whether the journal has failed and `mend` may be tried.
+    pub fn broken(&self) -> bool {
+        self.journal.as_ref().is_some_and(Journal::broken)
+    }
+
+    /// Makes the journal usable again: what a failed write has left is cut off, and what could not be synced is written
+    /// anew, synced, into a new segment, since a second sync of the same file may succeed without it. The call that failed
+    /// can then be made again.
+    ///
+    /// # Errors
+    /// `Error::Ledger` when the disk still fails; nothing has changed then.
+    pub fn mend(&mut self) -> Result<()> {
+        let Some(journal) = self.journal.as_mut().filter(|journal| journal.broken()) else {
+            return Ok(());
+        };
+        if journal.mend()? {
+            let renewed = self.flush().and_then(|_| self.begin_segment());
+            if let (Err(error), Some(journal)) = (&renewed, &mut self.journal) {
+                journal.stays_broken(error);
+            }
+            renewed?;
+        }
+        Ok(())
     }
 
     /// Bytes of the journal, 0 without one.
@@ -250,12 +275,16 @@ impl Ledger {
     /// `Error::Ledger` when the segment cannot be written. The old one then goes on.
     pub fn roll(&mut self, upto: u64) -> Result<()> {
         self.flush()?;
-        let (books, Some(journal)) = (&mut self.books, &mut self.journal) else {
-            return Ok(());
-        };
-        if let Some(history) = &mut books.history {
+        if let (Some(history), true) = (&mut self.books.history, self.journal.is_some()) {
             history.fold(upto);
         }
+        self.begin_segment()
+    }
+
+    fn begin_segment(&mut self) -> Result<()> {
+        let (books, Some(journal)) = (&self.books, &mut self.journal) else {
+            return Ok(());
+        };
         journal.roll(&books.snapshot(), |key| lives(books, key))
     }
 }

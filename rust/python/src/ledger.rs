@@ -313,6 +313,15 @@ impl Ledger {
         py.detach(|| self.with(|ledger| ledger.roll(upto_step.0)))
     }
 
+    #[getter]
+    fn broken(&self) -> PyResult<bool> {
+        self.with(|ledger| Ok(ledger.broken()))
+    }
+
+    fn mend(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.with(core::Ledger::mend))
+    }
+
     fn flush(&self) -> PyResult<()> {
         self.with(core::Ledger::flush).map(drop)
     }
