@@ -16,7 +16,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST_CORE_BYTES = 10_000_000
+MOST_CORE_BYTES = 10 * 2**20
 QUICKSTART = ROOT / "examples" / "quickstart"
 
 

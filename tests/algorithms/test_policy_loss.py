@@ -216,17 +216,6 @@ def test_ratio_is_current_minus_rollout_and_arguments_have_names(kind):
 
 
 @loss_kinds
-def test_stale_tokens_have_no_gradient_and_stay_in_the_count(kind):
-    loss, band = LOSSES[kind]
-    logp = t(-1, -1, -1, -1).requires_grad_()
-    stale = torch.tensor([True, False, False, True])
-    parts = loss(logprobs=logp, rollout_logprobs=logp.detach(), advantages=t(1, 1, 1, 1), stale=stale, **band)
-    mean(parts).backward()
-    assert (int(parts.count), int(parts.kept)) == (4, 2)
-    torch.testing.assert_close(logp.grad, t(0, -0.25, -0.25, 0))
-
-
-@loss_kinds
 @pytest.mark.parametrize("sizes", [[4], [1, 3], [3, 1], [1, 1, 1, 1], [2, 2]])
 def test_micro_batches_of_any_size_give_the_same(kind, sizes):
     """One token with advantage +1 and three with -1: loss 0.5, gradient -+1/4; a mean of means would give 0."""
@@ -271,13 +260,10 @@ def test_all_masked_is_zero_and_finite(kind):
     loss, band = LOSSES[kind]
     logp = t(-1, -2).requires_grad_()
     arguments = {"logprobs": logp, "rollout_logprobs": t(-1, -2), "advantages": t(1, 1), **band}
-    for parts in (
-        loss(**arguments, mask=torch.zeros(2, dtype=torch.bool)),
-        loss(**arguments, stale=torch.ones(2, dtype=torch.bool)),
-    ):
-        parts.total.backward()
-        assert parts.total.item() == 0 and int(parts.kept) == 0
-        assert logp.grad.tolist() == [0, 0]
+    parts = loss(**arguments, mask=torch.zeros(2, dtype=torch.bool))
+    parts.total.backward()
+    assert parts.total.item() == 0 and int(parts.kept) == 0
+    assert logp.grad.tolist() == [0, 0]
 
 
 @loss_kinds

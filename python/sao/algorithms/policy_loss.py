@@ -6,7 +6,6 @@ All take the same arguments, float tensors of one shape:
     rollout_logprobs    of the policy that sampled the token, as the engine recorded it
     advantages          A_t, without gradient
     mask                bool, true at action tokens (default: all); what the others hold elsewhere is never read
-    stale               bool, true at action tokens that are too old: no gradient, still in `count`
     token_weights       factor per token, for other means than the token mean
 
 The ratio is r_t = exp(log pi_theta(a_t | s_t) - log pi_rollout(a_t | s_t)). Their factor of grad log pi at eps 0.2 for
@@ -59,11 +58,11 @@ def _inside(ratios: Tensor, eps_low: float, eps_high: float) -> Tensor:
 
 
 Terms = tuple[Tensor, Tensor]
-"""The objective of tokens that are fresh and not left out, and bool[n]: which of the n fresh ones have a gradient."""
+"""The objective of the tokens that are not left out, and bool[n]: which of the n action tokens have a gradient."""
 
 
 class _PolicyLoss:
-    """A policy loss, with the arguments that the module lists; made of its `Terms` over the fresh tokens."""
+    """A policy loss, with the arguments that the module lists; made of its `Terms` over the action tokens."""
 
     def __init__(self, terms: Callable[[Tensor, Tensor, Tensor, float, float], Terms]) -> None:
         self._terms, self.__doc__ = terms, terms.__doc__
@@ -77,15 +76,13 @@ class _PolicyLoss:
         eps_low: float,
         eps_high: float,
         mask: Tensor | None = None,
-        stale: Tensor | None = None,
         token_weights: Tensor | None = None,
     ) -> LossSums:
         mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask
-        fresh = mask if stale is None else mask & ~stale
-        chosen, credit = wide(logprobs[fresh]), advantages[fresh].detach()
+        chosen, credit = wide(logprobs[mask]), advantages[mask].detach()
         if token_weights is not None:
-            credit = credit * token_weights[fresh]
-        ratios = log_ratio(logprobs=chosen, rollout_logprobs=rollout_logprobs[fresh].detach()).exp()
+            credit = credit * token_weights[mask]
+        ratios = log_ratio(logprobs=chosen, rollout_logprobs=rollout_logprobs[mask].detach()).exp()
         objective, kept = self._terms(chosen, ratios, credit, eps_low, eps_high)
         return LossSums(-objective.sum(), mask.sum(), kept.sum())
 
