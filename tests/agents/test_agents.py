@@ -18,10 +18,11 @@ import pytest
 from scripted import Reply, ScriptedEngine
 
 from sao.agents import server as agent_server
-from sao.agents.calls import error_body
-from sao.agents.calls import parse as read
+from sao.agents.chat_completions import error_body
+from sao.agents.chat_completions import parse as read
 from sao.agents.host import AgentHost
-from sao.agents.session import AgentSession, ApiError
+from sao.agents.request import ApiError
+from sao.agents.session import AgentSession
 from sao.config import Config, parse
 from sao.engines.base import Request
 from sao.envs import registry
@@ -110,7 +111,7 @@ def played(path: Path, agent: Any, engine: ScriptedEngine | None = None, **secti
             return await play(TASK)
 
     trajectory = asyncio.run(main())
-    assert engine.calls[-1] == ("release", "train/5/1")
+    assert engine.calls[-1][0] == "release" and ("release", "train/5/1") in engine.calls
     return decode(*encode(trajectory))
 
 
@@ -201,7 +202,8 @@ def test_streams_and_usage(tiny_model: Path) -> None:
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"} and len({c["id"] for c in chunks}) == 1
     text = "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
     assert text == Renderer(tiny_model).decode([20, 21])
-    assert [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]] == [None, "stop"]
+    ends = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
+    assert ends == [None] * (len(ends) - 1) + ["stop"]
     (segment,) = trajectory.segments
     prompt = int(segment.action_mask.argmax())
     assert chunks[-1]["usage"] == {"prompt_tokens": prompt, "completion_tokens": 3, "total_tokens": prompt + 3}
@@ -212,30 +214,49 @@ def test_streams_and_usage(tiny_model: Path) -> None:
     [
         ({"n": 2}, "n: 2 is not supported: one completion a call"),
         ({"logit_bias": {"5": 3}}, "logit_bias"),
-        ({"temperature": 0.2}, "temperature: 0.2, but this session is sampled at 0.7: leave it out"),
-        ({"top_p": 0.9}, "top_p: 0.9 is not supported: only the temperature of the run"),
-        ({"stop": ["x"]}, "stop"),
-        ({"tools": [{"type": "function"}]}, "plain text"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"top_k": 5}, "unknown field: top_k"),
+        ({"functions": [{"name": "f"}]}, "functions.*give them as tools"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"stop": [1]}, "stop: "),
+        ({"tools": [{"type": "web_search"}]}, r"tools\[0\]: expected an object of type .function."),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, r"tools\[0\]: expected a function with a name"),
+        ({"tools": {}}, "tools: expected a list"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_completion_tokens": True}, "max_tokens"),
+        ({"max_completion_tokens": True}, "max_completion_tokens"),
         ({"messages": []}, "messages: expected a list"),
         ({"messages": [ours("x")]}, "begun for the policy"),
         ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\]: expected an object with a role"),
         ({"messages": [{"role": [], "content": "x"}]}, r"messages\[0\]: expected an object with a role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, r"messages\[0\].content: expected text"),
-        ({"messages": [{**ours("x"), "tool_calls": [{}]}, user("a")]}, r"messages\[0\].tool_calls"),
-        ({"stream_options": {"x": 1}}, "stream_options"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\].content: expected text"),
+        ({"messages": [{**ours("x"), "tool_calls": [{}]}, user("a")]}, r"messages\[0\].tool_calls\[0\]"),
+        ({"stream_options": 1}, "stream_options"),
     ],
 )
-def test_what_would_change_the_sampling_is_refused(change: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_served_is_refused(change: dict[str, Any], message: str) -> None:
     body = {"messages": [user("a")], "model": "any", "user": "me", "seed": 3, "temperature": 0.7, "n": 1, "stop": None}
-    assert read(body, 0.7).messages[0].content == "a"
+    assert read(body, 0.7).messages[0].content == "a" and not read(body, 0.7).notes
     with pytest.raises(ApiError, match=message) as caught:
         read(body | change, 0.7)
     error = error_body(caught.value)["error"]
     assert caught.value.status == 400 and error["type"] == "invalid_request_error" and error["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        ({"temperature": 0.2}, "overruled"),
+        ({"top_p": 0.9}, "overruled"),
+        ({"top_k": 5}, "overruled"),
+        ({"tool_choice": "required"}, "unforced"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "unforced"),
+        ({"response_format": {"type": "json_object"}}, "unforced"),
+        ({"return_token_ids": True}, "ignored"),
+    ],
+)
+def test_what_is_not_followed_is_noted(change: dict[str, Any], note: str) -> None:
+    body = {"messages": [user("a")], "tool_choice": "auto", "response_format": {"type": "text"}}
+    assert not read(body, 0.7).notes
+    assert read(body | change, 0.7).notes == dict.fromkeys(change, note)
 
 
 def test_parts_of_text_and_developers_are_taken() -> None:
@@ -332,7 +353,7 @@ def test_nothing_is_sampled_when_the_episode_ends_while_a_conversation_is_encode
 
     monkeypatch.setattr(Renderer, "conversation", ends)
     with pytest.raises(ApiError, match="the session is over"):
-        asyncio.run(session.complete(read({"messages": [user("a")]}, recorder.temperature).messages))
+        asyncio.run(session.complete(read({"messages": [user("a")]}, recorder.temperature)))
     assert not engine.requests and not recorder.segments()
 
 

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from sao.agents.calls import error_body
-from sao.agents.session import ApiError
+from sao.agents.chat_completions import error_body
+from sao.agents.request import ApiError
 
 HEAD_S: Final = 30.0  # for the head of a request to arrive as a whole; the first one counts from the connection on
 IDLE_S: Final = 300.0  # a connection may be kept without a request

@@ -7,17 +7,19 @@ import os
 import secrets
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 from sao.agents.server import AgentServer
 from sao.agents.session import AgentSession
 from sao.config import Config
-from sao.envs.agent import Agent, AgentEnvironment
+from sao.envs.agent import Access, Agent, AgentEnvironment
 from sao.envs.protocol import check_reward
 from sao.errors import EngineError, EnvironmentFailure
 from sao.rollout.episode import close_environment
 from sao.rollout.recorder import Recorder
 from sao.trajectory import Termination, Trajectory
 
+GRACE_S = 20.0  # for an agent to end once its calls are refused for a limit
 RESTART_S = 1.0  # between two starts of a program that serves many episodes
 
 log = logging.getLogger(__name__)
@@ -62,7 +64,7 @@ class AgentHost:
         Raises `EngineError`, and `EnvironmentFailure` (`no_turn`, `no_reward`, `bad_reward`, `timeout`, `agent_exit`,
         `agent_failed`, or the environment's own).
         """
-        session = AgentSession(recorder, env.reward_range)
+        session = AgentSession(recorder, env.reward_range, strict=getattr(env, "strict", False))
         try:
             async with self._calls or nullcontext():
                 try:
@@ -80,32 +82,62 @@ class AgentHost:
         finally:
             self._server.remove(session)
             try:
-                await recorder.engine.release(recorder.session)
+                await recorder.release()
             finally:
                 await close_environment(env, self._config.env.step_timeout_s)
 
     async def _reward(self, env: AgentEnvironment, session: AgentSession) -> float | None:
         """Has the episode played by whoever plays it; its reward, None if it got none."""
-        access, task, reward = self._server.add(session), session.recorder.assignment, None
+        access = self._server.add(session)
+        playing = asyncio.create_task(self._played(env, session, access))
+        limited = asyncio.create_task(self._out_of_patience(session))
+        reward = None
         try:
-            if isinstance(env, Agent) and env.start != "episode":
-                self._server.offer(session)
-                await session.ended.wait()
-                if session.failure is not None:
-                    raise session.failure
+            # No refusal ends every agent: one whose calls are refused for a limit is not waited for without end.
+            await asyncio.wait({playing, limited}, return_when=asyncio.FIRST_COMPLETED)
+            if playing.done():
+                reward = playing.result()
             else:
-                reward = await env.play(task.seed, task.split, access)
-        except EnvironmentFailure:
+                log.warning("agents: an agent goes on %g s behind a limit (%s); it is ended", GRACE_S, session.cut)
+        except EnvironmentFailure as failure:
             if session.fault is None and not session.cut:  # an agent may fail when its calls are refused
-                raise
+                if not self._lowest(env, session, failure):
+                    raise
+                reward = env.reward_range[0]
         except EngineError:
             raise
         except Exception as error:  # an environment may raise anything
             raise EnvironmentFailure("agent_error", f"{type(error).__name__}: {error}") from error
-        self._server.remove(session)
+        finally:
+            self._server.remove(session)
+            await _dropped(playing, limited)
         if session.fault is not None:
             raise session.fault
         return session.reward if reward is None else reward
+
+    async def _played(self, env: AgentEnvironment, session: AgentSession, access: Access) -> float | None:
+        if isinstance(env, Agent) and env.start != "episode":
+            self._server.offer(session)
+            await session.ended.wait()
+            if session.failure is not None:
+                raise session.failure
+            return None
+        task = session.recorder.assignment
+        return await env.play(task.seed, task.split, access)
+
+    @staticmethod
+    async def _out_of_patience(session: AgentSession) -> None:
+        await session.limited.wait()
+        await asyncio.sleep(GRACE_S)
+
+    @staticmethod
+    def _lowest(env: AgentEnvironment, session: AgentSession, failure: EnvironmentFailure) -> bool:
+        """Whether a program's failure is the policy's own and gets the lowest reward (`on_error`)."""
+        own = failure.reason in ("agent_exit", "agent_failed") and session.reward is None
+        if own and session.recorder.n_segments and getattr(env, "on_error", "failure") == "lowest_reward":
+            session.erred = True
+            return True
+        return False
 
     async def _keep(self, env: Agent) -> None:
         """Runs the program that serves all episodes; when it ends, the episodes that it had fail, and it runs again."""
@@ -121,3 +153,10 @@ class AgentHost:
                 session.failure = failure
                 session.ended.set()
             await asyncio.sleep(RESTART_S)
+
+
+async def _dropped(*tasks: asyncio.Task[Any]) -> None:
+    """Cancels tasks and waits for their ends."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -12,25 +12,41 @@ Keys are bearer tokens. The server listens on loopback unless it is configured o
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import json
+import logging
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 from aiohttp import web
 
-from sao.agents import calls as agent_calls
+from sao.agents import chat_completions
 from sao.agents.connections import Connection, Connections
-from sao.agents.session import AgentSession, ApiError
+from sao.agents.request import ApiError, Dialect, ModelCall, Stream, Turn
+from sao.agents.session import AgentSession
 from sao.envs.agent import Access
-from sao.envs.protocol import check_reward
+from sao.envs.protocol import Message, check_reward
 from sao.errors import ConfigError, EnvironmentFailure
+from sao.rollout.chat import Renderer
 
 MAX_BODY_BYTES = 16 << 20
 READ_S = 30.0  # for a body to arrive as a whole
 KEEP_ALIVE_S = 10.0  # between two signs of life in a stream
+PIECE_S = 0.05  # between two pieces of a stream
 MAX_WAIT_S = 60.0
+MAX_LOGGED = 100  # fields of requests that the log names
+DIALECTS: dict[str, Dialect] = {"chat/completions": cast(Dialect, chat_completions)}
+_WHY = {
+    "overruled": "not followed: the run's own sampling holds",
+    "unforced": "not enforced: a mask would change what the log-probs mean",
+    "ignored": "not known, and ignored",
+}
+
+_PROBE = (Message("user", "a"),)
+
+log = logging.getLogger(__name__)
 
 
 class AgentServer:
@@ -41,6 +57,7 @@ class AgentServer:
         self.base_url = ""
         self._sessions: dict[str, AgentSession] = {}
         self._rewards: dict[str, AgentSession] = {}
+        self._logged: set[tuple[str, str]] = set()
         self._offered: asyncio.Queue[AgentSession] = asyncio.Queue()
         self._runner: Any = None
         self._listener: asyncio.Server | None = None
@@ -50,7 +67,8 @@ class AgentServer:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_answer])
         for below in ("/v1", "/session/{key}/v1"):
             app.router.add_get(f"{below}/models", self._models)
-            app.router.add_post(f"{below}/chat/completions", self._chat)
+            for path, dialect in DIALECTS.items():
+                app.router.add_post(f"{below}/{path}", self._asking(dialect))
         app.router.add_post("/v1/sessions", self._open)
         app.router.add_post("/v1/sessions/reward", self._reward)
         app.router.add_post("/v1/sessions/close", self._close)
@@ -99,35 +117,67 @@ class AgentServer:
         return session
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        self._find(request, self._sessions)
+        context = self._find(request, self._sessions).recorder.config.sampling.context_tokens
         model = {"id": self.model, "object": "model", "created": 0, "owned_by": "sao"}
+        model |= {"max_model_len": context, "context_length": context}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    def _asking(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                return await self._ask(request, dialect)
+            except ApiError as error:
+                return web.json_response(dialect.error(error), status=error.status)
+
+        return handle
+
+    async def _ask(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
         session = self._find(request, self._sessions)
-        call = agent_calls.parse(await _body(request), session.recorder.temperature)
-        # An agent that hangs up does not take its turn back: it was sampled, and is in the trajectory.
-        work = asyncio.create_task(session.complete(call.messages, call.max_tokens))
-        work.add_done_callback(lambda done: done.cancelled() or done.exception())
-        if not call.stream:
-            return web.json_response(agent_calls.completion(await asyncio.shield(work), self.model))
-        await asyncio.wait({work}, timeout=KEEP_ALIVE_S)
+        body = await _body(request)
+        call = dialect.parse(body, session.recorder.temperature)
+        self._log(call)
+        piece = _Pieces(session.recorder.renderer, call) if call.stream else None
+        asked = session.asked(call, _digest(request, body), _repeated(request), _hung_up(request), piece)
+        if piece is None:
+            response: web.StreamResponse = web.json_response(
+                dialect.answer(await asyncio.shield(asked.work), call, self.model)
+            )
+        else:
+            response = await self._stream(request, asked.work, piece, dialect.stream(call, self.model))
+        asked.delivered = not _hung_up(request)()
+        return response
+
+    async def _stream(
+        self, request: web.Request, work: asyncio.Task[Turn], piece: _Pieces, stream: Stream
+    ) -> web.StreamResponse:
+        """Answers by events; an error that is known before the first token has a status of its own."""
+        work.add_done_callback(lambda _: piece.event.set())
+        await piece.wait()
         if work.done():
-            work.result()  # an error that is known by now has a status of its own
+            work.result()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
+        await response.write(stream.begin())
         while not work.done():
-            await response.write(b": waiting\n\n")
-            await asyncio.wait({work}, timeout=KEEP_ALIVE_S)
+            if text := piece.more():
+                await response.write(stream.more(text))
+                await asyncio.sleep(PIECE_S)
+            elif not await piece.wait():
+                await response.write(b": waiting\n\n")
         try:
-            events = [json.dumps(chunk) for chunk in agent_calls.chunks(work.result(), self.model, call.include_usage)]
-            events.append("[DONE]")
+            rest = stream.end(work.result(), piece.sent)
         except ApiError as error:
-            events = [json.dumps(agent_calls.error_body(error))]
-        for event in events:
-            await response.write(f"data: {event}\n\n".encode())
+            rest = stream.error(error)
+        await response.write(rest)
         await response.write_eof()
         return response
+
+    def _log(self, call: ModelCall) -> None:
+        """Says once of each field that it is not followed."""
+        for name, note in call.notes.items():
+            if (name, note) not in self._logged and len(self._logged) < MAX_LOGGED:
+                self._logged.add((name, note))
+                log.warning("agents: %.60r of a request is %s", name, _WHY[note])
 
     async def _open(self, request: web.Request) -> web.StreamResponse:
         if not hmac.compare_digest(_key(request).encode(errors="replace"), self.token.encode()):
@@ -177,9 +227,73 @@ class AgentServer:
         return session
 
 
+class _Pieces:
+    """The content of a turn while it is sampled, as far as it is settled; see `Watch`, called in any thread.
+
+    Nothing is settled behind what may begin a call or reasoning, or white space that may be stripped at the end. event:
+    there is more, or the turn is complete. sent: what was taken.
+    """
+
+    def __init__(self, renderer: Renderer, call: ModelCall) -> None:
+        self._renderer, self._loop = renderer, asyncio.get_running_loop()
+        self._marks = "<[{" if call.tools else "<["
+        probe = renderer.read(renderer.encode("a"), renderer.initial(_PROBE))
+        self._whole = bool(call.stops) or not probe.content  # a turn that begins as reasoning, or may lose its end
+        self._ids: list[int] = []
+        self._seen = 0
+        self.event = asyncio.Event()
+        self.sent = ""
+
+    def __call__(self, token: int) -> bool:
+        self._ids.append(token)
+        self._loop.call_soon_threadsafe(self.event.set)
+        return False
+
+    async def wait(self) -> bool:
+        """Waits for more; false when nothing came for `KEEP_ALIVE_S`."""
+        try:
+            async with asyncio.timeout(KEEP_ALIVE_S):
+                await self.event.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def more(self) -> str:
+        """What is settled and was not taken yet."""
+        self.event.clear()
+        ids = self._ids[:]
+        if len(ids) == self._seen or self._whole:
+            return ""
+        self._seen = len(ids)
+        text = self._renderer.visible(ids)
+        at = min((text.index(mark) for mark in self._marks if mark in text), default=len(text))
+        settled = text[:at].rstrip().rstrip("\ufffd")
+        if settled[:1].isspace() or not settled.startswith(self.sent):
+            return ""
+        piece, self.sent = settled[len(self.sent) :], settled
+        return piece
+
+
+def _digest(request: web.Request, body: dict[str, Any]) -> bytes:
+    parts = request.path, request.headers.get("Idempotency-Key", ""), json.dumps(body, sort_keys=True)
+    return hashlib.blake2b("\n".join(parts).encode(errors="replace"), digest_size=16).digest()
+
+
+def _repeated(request: web.Request) -> bool:
+    """Whether a request, if it was made before, is the same one once more."""
+    count = request.headers.get("x-stainless-retry-count", "0")
+    return (count.isdecimal() and int(count) > 0) or "Idempotency-Key" in request.headers
+
+
+def _hung_up(request: web.Request) -> Callable[[], bool]:
+    return lambda: request.transport is None or request.transport.is_closing()
+
+
 def _key(request: web.Request) -> str:
     if (in_path := request.match_info.get("key")) is not None:
         return in_path
+    if (key := request.headers.get("x-api-key", "")) and "Authorization" not in request.headers:
+        return key.strip()
     kind, _, key = request.headers.get("Authorization", "").partition(" ")
     if kind.lower() != "bearer" or not key:
         raise ApiError(401, "a bearer token is needed in the Authorization header", code="invalid_api_key")
@@ -217,4 +331,4 @@ async def _answer(
         refused = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
     finally:
         connection.answering(False)
-    return web.json_response(agent_calls.error_body(refused), status=refused.status)
+    return web.json_response(chat_completions.error_body(refused), status=refused.status)

@@ -1,168 +1,306 @@
 """The calls of one episode of an agent, joined to one trajectory: token ids in, token ids out, in no API's dialect.
 
-An agent sends its whole conversation with every call. What this side sampled is found in it again by its text and is
+An agent sends its whole conversation with every call. What this side sampled is found in it again (`History`) and is
 never encoded again: the prompt is the ids of that earlier call, its sampled ids, and what follows them. A prompt that
 extends the newest call of a segment continues it; any other (a first call, an edited history, a second try, a side
 conversation) opens a segment. So each sampled token is trained once, under the context in which it was sampled.
 
 Counted for the metadata: `agent_drift`, calls whose conversation, encoded as a whole, would have had other ids than
-those that the policy sampled and saw; `agent_rewritten`, calls with an assistant turn that was not sampled here.
+those that the policy sampled and saw; `agent_rewritten`, calls with an assistant turn that was not sampled here;
+`agent_overruled`, `agent_unforced` and `agent_ignored`, calls with a field that was not followed; `agent_segments`, for
+each segment whether it is of the main conversation (instructions and tools of the first call) or of a side one.
 """
 
+from __future__ import annotations
+
 import asyncio
+import logging
 import secrets
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import get_args
 
 import numpy as np
 
+from sao.agents.history import History, Point
+from sao.agents.request import ApiError, Conversation, FinishReason, ModelCall, Note, Turn, token_logprobs
+from sao.engines.base import Watch
 from sao.envs.protocol import Message
 from sao.errors import EnvironmentFailure, Error
 from sao.rollout.recorder import Recorder
-from sao.trajectory import SegmentBuilder, Termination, Trajectory
+from sao.trajectory import Metadata, SegmentBuilder, Termination, Trajectory
 
-Conversation = tuple[Message, ...]
+_STOP_TOKENS = 16  # that are decoded beside the characters of a stop text, to look for it
 
-
-class ApiError(Exception):
-    """A call that is refused: an HTTP status, why, the field that is wrong and a code for programs."""
-
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """The sampled turn that answers a call. finish_reason: stop or length."""
+class _Prompt:
+    """What a turn is sampled behind. point: the turn it goes on from; None: it is all new."""
 
-    text: str
-    finish_reason: str
-    prompt_tokens: int
-    completion_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """A conversation and its ids, which may end with a turn of the policy.
-
-    segment: the one that they continue; None: none yet. messages: with what agents leave out, the reasoning of the
-    policy's turns. drifted: encoding the text of one of its turns gives other ids than those that were sampled.
-    prompt_tokens: ids before the turn.
-    """
-
-    segment: SegmentBuilder | None
+    place: bytes
     ids: np.ndarray
     messages: Conversation
-    drifted: bool
-    prompt_tokens: int
+    point: Point | None = None
+
+
+@dataclass(slots=True)
+class Asked:
+    """A call that was asked for. gone: whether who asked has hung up; delivered: the answer was written to the end."""
+
+    work: asyncio.Task[Turn]
+    gone: Callable[[], bool]
+    delivered: bool = False
+
+
+@dataclass(slots=True)
+class _Lanes:
+    """Sessions of the engine that are free; a lane is kept with the segment that it has cached."""
+
+    free: list[int] = field(default_factory=list)
+    of: dict[SegmentBuilder, int] = field(default_factory=dict)
+    made: int = 0
+
+    def take(self, segment: SegmentBuilder | None) -> int:
+        lane = self.of.get(segment, -1) if segment is not None else -1
+        if lane in self.free:
+            self.free.remove(lane)
+            return lane
+        if self.free:
+            return self.free.pop(0)
+        self.made += 1
+        return self.made - 1
+
+    def give_back(self, lane: int, segment: SegmentBuilder) -> None:
+        self.of[segment] = lane
+        self.free.append(lane)
 
 
 class AgentSession:
-    """One episode. Its calls are answered one after the other.
+    """One episode. Its calls may come at once.
 
-    api_key, reward_key: what its caller, and who rewards it, have to show. ended: set when it was closed by HTTP, with
-    `reward` or `failure`. cut: why further calls are refused. fault: of the engine, which fails the episode.
+    api_key, reward_key: what its caller, and who rewards it, have to show. strict: fields that cannot be followed are
+    refused. ended: set when it was closed by HTTP, with `reward` or `failure`. cut: why further calls are refused, and
+    `limited` is set then. erred: the program failed, for which the policy got the lowest reward. fault: of the engine,
+    which fails the episode.
     """
 
-    def __init__(self, recorder: Recorder, reward_range: tuple[float, float]) -> None:
-        self.recorder, self.reward_range = recorder, reward_range
+    def __init__(self, recorder: Recorder, reward_range: tuple[float, float], *, strict: bool = False) -> None:
+        self.recorder, self.reward_range, self.strict = recorder, reward_range, strict
         self.api_key, self.reward_key = f"sao-{secrets.token_urlsafe(24)}", f"sao-reward-{secrets.token_urlsafe(24)}"
         self.reward: float | None = None
         self.cut = ""
+        self.limited = asyncio.Event()
         self.fault: Error | None = None
         self.failure: EnvironmentFailure | None = None
         self.ended = asyncio.Event()
-        self.closed = False
-        self._turn = asyncio.Lock()
-        # Conversations that end with a turn of the policy: its segment, and the ids of its prompt and itself.
-        self._points: dict[Conversation, _Point] = {}
+        self.closed = self.erred = False
+        self._history, self._lanes = History(), _Lanes()
+        self._busy: set[SegmentBuilder] = set()  # something is sampled behind them now
+        self._asked: dict[bytes, Asked] = {}
+        self._drifts: dict[tuple[Point, str], bool] = {}
+        self._main: tuple[Conversation, str] | None = None
+        self._names: dict[SegmentBuilder, str] = {}
+        self._n_calls = 0
         self._began = time.perf_counter()
-        self._drift = self._rewritten = 0
+        self._counts = dict.fromkeys(("agent_drift", "agent_rewritten"), 0)
+        self._counts |= {f"agent_{note}": 0 for note in get_args(Note)}
 
-    async def complete(self, messages: Conversation, max_tokens: int | None = None) -> Turn:
-        """Samples the turn behind a conversation; max_tokens: None: the run's own limit. Raises `ApiError`."""
-        config = self.recorder.config
-        async with self._turn:
-            self._check_open()
-            if self.recorder.turns >= config.env.max_turns:
-                self.cut = self.cut or "max_turns"
-                text = f"the episode has had its env.max_turns = {config.env.max_turns} turns"
-                raise ApiError(400, text, code="max_turns")
+    def asked(
+        self,
+        call: ModelCall,
+        digest: bytes,
+        again: bool,
+        gone: Callable[[], bool],
+        watch: Watch | None = None,
+    ) -> Asked:
+        """Has a call completed; one that comes again gets the turn that the first one has sampled or still samples.
+
+        digest: of the request. again: it says of itself that it is repeated; one whose asker has hung up before the
+        answer is repeated, too. An asker that hangs up does not take its turn back: it is in the trajectory. Raises
+        `ApiError` for a call that is refused as `strict`.
+        """
+        before = self._asked.get(digest)
+        lost = before is not None and not before.delivered and before.gone()
+        if before is not None and (again or lost) and not (before.work.done() and before.work.exception()):
+            before.gone = gone
+            return before
+        if call.notes and self.strict:
+            name, note = next(iter(call.notes.items()))
+            raise ApiError(400, f"{name}: {note}: env.args.strict is set", param=name, code="unsupported_value")
+        work = asyncio.create_task(self.complete(call, watch))
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())
+        asked = self._asked[digest] = Asked(work, gone)
+        return asked
+
+    async def complete(self, call: ModelCall, watch: Watch | None = None) -> Turn:
+        """Samples the turn behind a conversation. watch: sees its tokens, see `Request`. Raises `ApiError`."""
+        config, recorder = self.recorder.config, self.recorder
+        self._check_open()
+        if self._n_calls >= config.env.max_turns:
+            text = f"the episode has had its env.max_turns = {config.env.max_turns} turns"
+            raise self._limit("max_turns", ApiError(400, text, code="max_turns"))
+        self._n_calls += 1
+        self._note(call)
+        try:
             # Beside the loop: a conversation of megabytes takes seconds to encode, only then is its length known.
-            prompt = await asyncio.to_thread(self._prompt, messages)
-            ids = prompt.ids
+            prompt = await asyncio.to_thread(self._prompt, call)
             self._check_open()  # or the episode has ended meanwhile, and nobody would count what is sampled now
-            room = config.sampling.context_tokens - ids.size
+            room = config.sampling.context_tokens - prompt.ids.size
             if room <= 0:
-                self.cut = self.cut or "context"
-                text = f"messages: {ids.size} tokens, the context window has {config.sampling.context_tokens}"
-                raise ApiError(400, text, param="messages", code="context_length_exceeded")
-            limit = min(room, config.sampling.max_response_tokens, max_tokens or room)
-            try:
-                completion, segment = await self.recorder.sample(ids, limit, prompt.segment)
-            except Error as error:
-                self.fault = self.fault or error
-                raise ApiError(503, f"the engine failed: {error}", code="engine_failed") from None
-            text = self.recorder.renderer.decode(completion.token_ids)
-            said = Message("assistant", text)
-            if config.model.reasoning == "template":
-                said = self.recorder.renderer.read(completion.token_ids, ids)
-            whole = np.concatenate([ids, completion.token_ids])
-            point = _Point(segment, whole, (*prompt.messages, said), prompt.drifted, ids.size)
-            self._points[_key((*messages, Message("assistant", text)))] = point
-            return Turn(text, completion.stop_reason, ids.size, completion.token_ids.size)
+                # The wording is one that clients look for to tell this error from others.
+                text = f"This model's maximum context length is {config.sampling.context_tokens} tokens."
+                text += f" However, your messages resulted in {prompt.ids.size} tokens."
+                error = ApiError(400, text, param="messages", code="context_length_exceeded")
+                raise self._limit("context", error)
+        except ApiError:
+            self._n_calls -= 1
+            raise
+        limit = min(room, config.sampling.max_response_tokens, call.max_tokens or room)
+        segment = self._continued(prompt)
+        stopper = _Stopper(recorder, call.stops, watch) if call.stops else None
+        lane = self._lanes.take(segment)
+        if segment is not None:
+            self._busy.add(segment)
+        try:
+            sampling = recorder.sample(prompt.ids, limit, segment, lane=lane, watch=stopper or watch)
+            completion, wrote = await sampling
+        except Error as error:
+            self.fault = self.fault or error
+            raise ApiError(503, f"the engine failed: {error}", code="engine_failed") from None
+        finally:
+            if segment is not None:
+                self._busy.discard(segment)
+        assert wrote is not None
+        self._lanes.give_back(lane, wrote)
+        self._names.setdefault(wrote, self._name(call))
+        whole = np.concatenate([prompt.ids, completion.token_ids])
+        turn = self._read(call, completion.token_ids, completion.logprobs, completion.stop_reason, prompt.ids, stopper)
+        self._history.add(prompt.place, wrote, whole, (*prompt.messages, turn.message), turn)
+        return turn
 
     def trajectory(self, termination: Termination, reward: float) -> Trajectory:
         """The episode as it is; nothing may be sampled behind it."""
         times = self.recorder.timings_s
         times["step"] = max(0.0, time.perf_counter() - self._began - times["generate"])
-        counts = {"agent_drift": self._drift, "agent_rewritten": self._rewritten}
-        return self.recorder.trajectory(termination, reward, metadata=counts)
+        names = ",".join(self._names.get(segment, "main") for segment in self.recorder.builders)
+        metadata: dict[str, Metadata] = {**self._counts, "agent_segments": names, "agent_erred": int(self.erred)}
+        return self.recorder.trajectory(termination, reward, metadata=metadata)
 
     def _check_open(self) -> None:
         if self.closed:
-            raise ApiError(409, "the session is over", code="session_over")
+            raise ApiError(401, "the session is over", code="session_over")
 
-    def _prompt(self, messages: Conversation) -> _Point:
+    def _limit(self, cut: str, error: ApiError) -> ApiError:
+        self.cut = self.cut or cut
+        self.limited.set()
+        return error
+
+    def _note(self, call: ModelCall) -> None:
+        for note in set(call.notes.values()):
+            self._counts[f"agent_{note}"] += 1
+
+    def _name(self, call: ModelCall) -> str:
+        instructions = tuple(message for message in call.messages if message.role == "system"), call.tools
+        if self._main is None:
+            self._main = instructions
+        return "main" if instructions == self._main else "side"
+
+    def _continued(self, prompt: _Prompt) -> SegmentBuilder | None:
+        """The segment that a prompt extends, unless it has gone on otherwise or is extended just now."""
+        point = prompt.point
+        if point is None or point.segment in self._busy or point.segment.n_tokens != point.ids.size:
+            return None
+        return point.segment
+
+    def _prompt(self, call: ModelCall) -> _Prompt:
         """A conversation up to the start of the policy's turn. Raises `ApiError`."""
-        assistants = [index for index, message in enumerate(messages) if message.role == "assistant"]
-        renderer = self.recorder.renderer
+        renderer, messages = self.recorder.renderer, call.messages
+        if call.tools and not renderer.renders_tools:
+            raise ApiError(400, "tools: the chat template of the model knows no tools", param="tools")
+        found = self._history.find(messages, call.tools)
+        self._counts["agent_rewritten"] += found.at != found.last
         try:
-            for last in reversed(assistants):
-                point = self._points.get(_key(messages[: last + 1]))
-                if point is None:
-                    continue
-                drifted = point.drifted or self._drifts(point, messages[last].content)
-                self._drift += drifted
-                self._rewritten += last != assistants[-1]
-                return self._behind(point, messages[last + 1 :], drifted)
-            self._rewritten += bool(assistants)
-            ids = renderer.conversation(messages)
+            if (point := found.point) is not None:
+                self._counts["agent_drift"] += self._drifted(point, messages[found.at], call.tools)
+                return self._behind(found.place, point, messages[found.at + 1 :], call.tools)
+            return _Prompt(found.place, renderer.conversation(messages, call.tools), messages)
         except EnvironmentFailure as error:  # the chat template refuses these roles
             raise ApiError(400, f"messages: {error.detail}", param="messages") from None
-        return _Point(None, ids, messages, False, ids.size)
 
-    def _behind(self, point: _Point, messages: Conversation, drifted: bool) -> _Point:
+    def _behind(self, place: bytes, point: Point, messages: Conversation, tools: str) -> _Prompt:
         """The ids that follow a turn: behind its own, or all anew where the template drops reasoning that they hold."""
         renderer, conversation = self.recorder.renderer, (*point.messages, *messages)
-        if self.recorder.config.model.reasoning == "template" and (gone := renderer.forgets(conversation)):
+        if self.recorder.config.model.reasoning == "template" and (gone := renderer.forgets(conversation, tools)):
             conversation = tuple(replace(m, reasoning="") if at in gone else m for at, m in enumerate(conversation))
-            ids = renderer.conversation(conversation)
-            return _Point(None, ids, conversation, drifted, ids.size)
-        ids = np.concatenate([point.ids, renderer.observation(messages, int(point.ids[-1]))])
-        newest = point.segment is not None and point.segment.n_tokens == point.ids.size
-        return _Point(point.segment if newest else None, ids, conversation, drifted, ids.size)
+            return _Prompt(place, renderer.conversation(conversation, tools), conversation)
+        ids = np.concatenate([point.ids, self._observed(point, messages, tools)])
+        return _Prompt(place, ids, conversation, point)
 
-    def _drifts(self, point: _Point, text: str) -> bool:
-        """Whether a turn would have other ids, were its text encoded in a conversation."""
-        renderer, sampled = self.recorder.renderer, point.ids[point.prompt_tokens :]
-        first, then = Message("user", "a"), Message("user", "b")
-        behind = renderer.observation([then], int(sampled[-1]))
-        kept = np.concatenate([renderer.initial([first]), sampled, behind])
-        return not np.array_equal(kept, renderer.conversation([first, Message("assistant", text), then]))
+    def _observed(self, point: Point, messages: Conversation, tools: str) -> np.ndarray:
+        """The ids of `messages` behind a turn; results, if any, are of its calls."""
+        calls = point.turn.message.tool_calls if messages and messages[0].role == "tool" else ()
+        return self.recorder.renderer.observation(messages, int(point.ids[-1]), calls, tools)
+
+    def _drifted(self, point: Point, message: Message, tools: str) -> bool:
+        """Whether the turn, as the agent sends it, would have other ids, were it encoded in a conversation."""
+        renderer, turn = self.recorder.renderer, point.turn
+        sent = message.content
+        if (key := (point, sent)) in self._drifts:
+            return self._drifts[key]
+        if turn.stopped_at is not None and sent.strip() == turn.message.content.strip():
+            sent = turn.message.content + turn.stopped_at  # as it was asked for, the stop text was cut off
+        calls = turn.message.tool_calls
+        first, whole = Message("user", "a"), replace(turn.message, content=sent)
+        then: Conversation = (Message("user", "b"),)
+        if calls:
+            then = tuple(Message("tool", "b", (), call.id, call.name) for call in calls)
+            whole = turn.message if not message.tool_calls else whole
+        sampled = point.ids[point.prompt_tokens :]
+        behind = renderer.observation(then, int(sampled[-1]), calls, tools if calls else "")
+        kept = np.concatenate([renderer.initial([first], tools if calls else ""), sampled, behind])
+        try:
+            encoded = renderer.conversation([first, whole, *then], tools if calls else "")
+            self._drifts[key] = not np.array_equal(kept, encoded)
+        except EnvironmentFailure:  # a template that cannot write such a turn again
+            self._drifts[key] = True
+        return self._drifts[key]
+
+    def _read(
+        self,
+        call: ModelCall,
+        ids: np.ndarray,
+        logprobs: np.ndarray,
+        reason: str,
+        prompt_ids: np.ndarray,
+        stopper: _Stopper | None,
+    ) -> Turn:
+        renderer = self.recorder.renderer
+        text, message = renderer.decode(ids), renderer.read(ids, prompt_ids, call.tools if call.reads_calls else "")
+        stopped = None if stopper is None else stopper.found
+        if stopped is not None and stopped in message.content:
+            message = replace(message, content=message.content[: message.content.index(stopped)])
+        message = replace(message, tool_calls=self._history.named(message.tool_calls))
+        pairs = token_logprobs(renderer.token_texts(ids), logprobs) if call.logprobs else ()
+        ended: FinishReason = "length" if reason == "length" else "tool_calls" if message.tool_calls else "stop"
+        return Turn(message, text, ended, prompt_ids.size, ids.size, stopped, pairs)
 
 
-def _key(messages: Conversation) -> Conversation:
-    """White space around the policy's turns does not count: agents strip it, and it was sampled all the same."""
-    return tuple(Message(m.role, m.content.strip()) if m.role == "assistant" else m for m in messages)
+class _Stopper:
+    """Ends a turn at the first of some texts, and passes its tokens on. found: the text that ended it."""
+
+    def __init__(self, recorder: Recorder, stops: tuple[str, ...], watch: Watch | None) -> None:
+        self._decode, self._stops, self._watch = recorder.renderer.decode, stops, watch
+        self._last = max(map(len, stops)) + _STOP_TOKENS  # a token has at least one character, nearly always
+        self._ids: list[int] = []
+        self.found: str | None = None
+
+    def __call__(self, token: int) -> bool:
+        self._ids.append(token)
+        ended = self._watch is not None and self._watch(token)
+        text = self._decode(self._ids[-self._last :])
+        at = {text.index(stop): stop for stop in self._stops if stop in text}
+        self.found = at[min(at)] if at else None
+        return ended or self.found is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,7 +18,9 @@ import numpy as np
 from sao.errors import ClosedError, EngineError
 from sao.transport.messages import WeightsRef
 
-StopReason = Literal["stop", "length", "context", "abort"]
+StopReason = Literal["stop", "length", "watch", "context", "abort"]
+Watch = Callable[[int], bool]
+"""Sees the tokens of a request one by one, as they are sampled; true ends it."""
 UNLIMITED = 1 << 31  # a context window or vocabulary without a bound
 
 
@@ -33,6 +36,7 @@ class Request:
     temperature: logits are divided by it; 0 takes the most likely token (evaluation only).
     stop_token_ids: sampling ends with the first of these; it is part of the completion.
     seed: own stream of random numbers where an engine has one per request (see the engine); None: the engine's stream.
+    watch: called with every token, perhaps in a thread of the engine, so it must return at once; None: nobody looks.
     """
 
     id: str
@@ -42,6 +46,7 @@ class Request:
     temperature: float
     stop_token_ids: tuple[int, ...]
     seed: int | None = None
+    watch: Watch | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +56,8 @@ class Completion:
     token_ids: int32[m], the stop token included when it was sampled.
     logprobs: float32[m], natural logarithm, under logits / temperature (temperature 0: of the unscaled logits).
     version_spans: int64[k, 3], rows (start, stop, version) that tile [0, m) in order, versions non-decreasing.
-    stop_reason: stop (a stop token was sampled), length (the token limit or the end of the context window was reached),
+    stop_reason: stop (a stop token was sampled), watch (the request's watch has ended it), length (the token limit or
+        the end of the context window was reached),
         context (no room for even one token; m = 0), abort (released or closed while in flight; what was sampled until
         then is in it).
     fingerprints: policy version -> fingerprint of the weights that sampled.

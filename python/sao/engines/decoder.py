@@ -228,7 +228,11 @@ class Decoder:
                 text = f"bad_logprob: request {request.id}: log-prob {logprob} under version {self.version}"
                 self._ended.append((request, EngineError(text)))
             elif stop or n + 1 >= request.max_new_tokens:
+                if request.watch is not None:
+                    request.watch(token)
                 self._ended.append(self._finish(slot, "stop" if stop else "length"))
+            elif request.watch is not None and request.watch(token):
+                self._ended.append(self._finish(slot, "watch"))
 
     def _forward(self, rows: np.ndarray, new: np.ndarray) -> torch.Tensor:
         """Logits [len(rows), vocabulary] after `new` more ids of each row, which are aligned at the right."""

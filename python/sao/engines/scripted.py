@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sao.engines.base import Completion, Engine, Flight, spans_of
+from sao.engines.base import Completion, Engine, Flight, Request, StopReason, spans_of
 from sao.engines.seeds import derive_seed
 from sao.transport.messages import WeightsRef
 
@@ -34,10 +34,23 @@ class ScriptedEngine(Engine):
         stops = bool(request.stop_token_ids) and n < request.max_new_tokens
         if stops:
             ids = np.append(ids, request.stop_token_ids[0])
+        reason: StopReason = "stop" if stops else "length"
+        if (n := watched(request, ids)) < ids.size:
+            ids, reason = ids[:n], "watch"
         logprobs = np.full(ids.size, -np.log(self._vocab_size), np.float32)
         spans, marks = spans_of(np.full(ids.size, self.version)), {self.version: self.fingerprint}
-        return Completion(ids.astype(np.int32), logprobs, spans, "stop" if stops else "length", marks)
+        return Completion(ids.astype(np.int32), logprobs, spans, reason, marks)
 
     async def _take(self, ref: WeightsRef) -> None: ...
 
     async def _close(self) -> None: ...
+
+
+def watched(request: Request, ids: np.ndarray) -> int:
+    """Tokens of a completion up to the one at which the request's watch ends it."""
+    if request.watch is not None:
+        for at, token in enumerate(ids[:-1].tolist(), 1):
+            if request.watch(token):
+                return at
+        request.watch(int(ids[-1]))
+    return int(ids.size)

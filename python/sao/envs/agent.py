@@ -20,6 +20,7 @@ from sao.storage.parent_death import under_parent
 
 Start = Literal["episode", "once", "never"]
 RewardFrom = Literal["posted", "last_line"]
+OnError = Literal["failure", "lowest_reward"]
 _OUTPUT_BYTES, _ERROR_BYTES = 1 << 20, 2000  # that are kept of the program's output
 _REST_S = 1.0  # for what is left in its pipes when it has ended
 
@@ -65,6 +66,10 @@ class Agent:
         number or `{"reward": number}`; only with start = "episode".
     reward_range: smallest and largest reward. replayable: whether a lost episode may be started again from its seed.
     cwd: folder that the program runs in. environment: further variables.
+    on_error: of a program that ends with another exit code than 0 behind a turn of the policy. failure: the episode is
+        left out of training, for the program may be at fault. lowest_reward: the policy is (many libraries raise when
+        it does not answer in the form that they ask for), and gets the smallest reward.
+    strict: calls with fields that are not followed (sampling, tool_choice, response_format, unknown ones) are refused.
 
     Raises `ConfigError` that names the argument.
     """
@@ -78,10 +83,15 @@ class Agent:
         replayable: bool = True,
         cwd: str | None = None,
         environment: Mapping[str, str] | None = None,
+        on_error: OnError = "failure",
+        strict: bool = False,
     ) -> None:
         self.command = shlex.split(command) if isinstance(command, str) else [str(part) for part in command]
         check_choice("start", start, get_args(Start))
         check_choice("reward", reward, get_args(RewardFrom))
+        check_choice("on_error", on_error, get_args(OnError))
+        if not isinstance(strict, bool):
+            raise ConfigError(f"env.args.strict: {strict!r}, expected true or false")
         if (start == "never") == bool(self.command):
             wanted = "none with start = 'never'" if self.command else f"a program, since start = {start!r}"
             raise ConfigError(f"env.args.command: {command!r}, expected {wanted}")
@@ -96,6 +106,7 @@ class Agent:
             raise ConfigError(f"env.args.reward_range: {reward_range!r}, expected two numbers")
         self.reward_range = float(reward_range[0]), float(reward_range[1])
         self.start, self.reward, self.replayable = start, reward, replayable
+        self.on_error, self.strict = on_error, strict
 
     def _check_program(self, name: str) -> None:
         """Looks a program up as it will be: in the folder and with the PATH that it will have."""

@@ -170,6 +170,15 @@ class Renderer:
         """The tokens as the tokenizer writes them."""
         return list(self._tokenizer.convert_ids_to_tokens([int(index) for index in ids]))
 
+    def token_texts(self, ids: np.ndarray) -> list[str]:
+        """The text of each token alone; half of a character is U+FFFD."""
+        return [self._decode([token]) for token in ids.tolist()]
+
+    def visible(self, ids: Sequence[int]) -> str:
+        """The text of sampled ids with markers that begin reasoning or calls, even those that are special tokens."""
+        inner = ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids
+        return self._decode(inner)
+
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """The text of sampled ids, without special tokens: what an environment gets to see."""
         return self._decode(ids, skip_special_tokens=True)

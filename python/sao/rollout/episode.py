@@ -56,7 +56,7 @@ async def run_episode(
         return episode.truncated("time_limit")
     finally:
         try:
-            await recorder.engine.release(recorder.session)
+            await recorder.release()
             if compactor is not None and compactor.summariser is not None:
                 await compactor.summariser.release(recorder.session)
         finally:

@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from sao.config import Config
-from sao.engines.base import Completion, Engine, Request
+from sao.engines.base import Completion, Engine, Request, Watch
 from sao.engines.seeds import derive_seed
 from sao.errors import EngineError, EnvironmentFailure, ValidationError
 from sao.rollout.chat import Renderer
@@ -65,6 +65,8 @@ class Recorder:
         self._sampling_seed = sampling_seed
         self._stop_reasons: list[str] = []
         self._fingerprints: dict[int, str] = {}
+        self._n_asked = 0
+        self._lanes = {self.session}  # sessions of the engine
         self._segments: list[SegmentBuilder] = []
 
     @property
@@ -79,22 +81,28 @@ class Recorder:
         segment: SegmentBuilder | None,
         summary: str = "",
         summariser: Engine | None = None,
+        lane: int = 0,
+        watch: Watch | None = None,
     ) -> tuple[Completion, SegmentBuilder | None]:
         """A turn of the policy, checked, counted and recorded, and the segment that it is in.
 
         segment: one that the prompt extends; None: a new one. summary: the name of a summary that is sampled instead of
-        a turn. summariser: a fixed engine samples it; its tokens are context of what follows, and not recorded. What a
-        generator before this one has left is replayed. Raises `EngineError`.
+        a turn. summariser: a fixed engine samples it; its tokens are context of what follows, and not recorded. lane:
+        requests at once need lanes of their own. watch: see `Request`. What a generator before this one has left is
+        replayed. Raises `EngineError`.
         """
-        name = summary or str(self.turns)
+        name = summary or str(self._n_asked)
+        self._n_asked += not summary
+        self._lanes.add(session := f"{self.session}+{lane}" if lane else self.session)
         request = Request(
             id=f"{self.session}/{name}",
-            session=self.session,
+            session=session,
             prompt_ids=prompt_ids,
             max_new_tokens=max_new_tokens,
             temperature=self.temperature,
             stop_token_ids=self.renderer.stop_token_ids,
             seed=None if self._sampling_seed is None else derive_seed(self._sampling_seed, self.session, name),
+            watch=watch,
         )
         completion = replayed = self.replay.next()
         if completion is None:
@@ -122,6 +130,16 @@ class Recorder:
             self.turns += 1
             self._stop_reasons.append(completion.stop_reason)
         return completion, segment
+
+    async def release(self) -> None:
+        """Frees what the engine has cached."""
+        for session in sorted(self._lanes):
+            await self.engine.release(session)
+
+    @property
+    def builders(self) -> Sequence[SegmentBuilder]:
+        """The segments that are written, in the order in which they were opened."""
+        return self._segments
 
     def segments(self) -> tuple[Segment, ...]:
         """All segments, in the order in which they were opened."""

@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from sao.engines.base import Completion, Engine, EngineStats, Flight, Request, no_tokens
+from sao.engines.base import Completion, Engine, EngineStats, Flight, Request, Watch, no_tokens
 from sao.engines.vllm.lora import adapter_request, check_adapter, engine_arguments
 from sao.engines.vllm.process import BACKEND, Load, check_heads, devices_of, environment, import_vllm, text
 from sao.errors import ClosedError, EngineError, WeightsError
@@ -137,6 +137,8 @@ class VllmEngine(Engine):
                     return no_tokens("abort")
                 flight.handle = await self._submit(request)
             output = (await flight.handle.get()).outputs[0]
+            if request.watch is not None:
+                return self._completion(request, *await self._watched(flight, request.watch, output))
         except asyncio.CancelledError:
             await self._abort(flight)
             raise
@@ -145,6 +147,19 @@ class VllmEngine(Engine):
         except Exception as error:
             raise self.failure or EngineError(f"request {request.id}: vLLM: {text(error)}") from error
         return self._completion(request, output)
+
+    async def _watched(self, flight: Flight, watch: Watch, output: Any) -> tuple[Any, int]:
+        """The output when it is complete or `watch` has ended it, and the tokens of it that were wanted."""
+        seen = 0
+        while True:
+            for token in output.token_ids[seen:]:
+                seen += 1
+                if watch(token) and (output.finish_reason is None or seen < len(output.token_ids)):
+                    await self._abort(flight)
+                    return output, seen
+            if output.finish_reason is not None:
+                return output, seen
+            output = (await flight.handle.get()).outputs[0]
 
     async def _close(self) -> None:
         """Ends vLLM's process (killed if it has not ended in `SHUTDOWN_S`)."""
@@ -221,7 +236,7 @@ class VllmEngine(Engine):
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.FINAL_ONLY if request.watch is None else RequestOutputKind.CUMULATIVE,
             skip_clone=True,
         )
         prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=f"version {self.version}")
@@ -231,17 +246,21 @@ class VllmEngine(Engine):
         if flight.handle is not None and not self.closed:
             await self._llm.abort(flight.handle.request_id, internal=True)
 
-    def _completion(self, request: Request, output: Any) -> Completion:
+    def _completion(self, request: Request, output: Any, most: int | None = None) -> Completion:
+        """most: only so many of its tokens were wanted."""
         ids, flat = np.asarray(output.token_ids, dtype=np.int32), output.logprobs
         if ids.size == 0:
             return no_tokens("abort")
         if flat is None or flat.token_ids != list(output.token_ids) or output.weight_versions is None:
             raise EngineError(f"no_token_capture: request {request.id}: tokens without log-probs or weight version")
-        if output.finish_reason not in ("stop", "length", "abort"):
-            raise EngineError(f"request {request.id}: vLLM ended it with {output.finish_reason!r}")
-        spans = np.array([(v.start, v.end, int(v.version)) for v in output.weight_versions], dtype=np.int64)
-        logprobs = np.asarray(flat.logprobs, dtype=np.float32)
-        return Completion(ids, logprobs, spans, output.finish_reason, self._fingerprints_of(spans))
+        n, reason = ids.size if most is None else most, output.finish_reason
+        if most is not None and (reason is None or n < ids.size):
+            reason = "watch"
+        if reason not in ("stop", "length", "abort", "watch"):
+            raise EngineError(f"request {request.id}: vLLM ended it with {reason!r}")
+        rows = [(v.start, min(v.end, n), int(v.version)) for v in output.weight_versions if v.start < n]
+        spans, logprobs = np.array(rows, dtype=np.int64), np.asarray(flat.logprobs, dtype=np.float32)
+        return Completion(ids[:n], logprobs[:n], spans, reason, self._fingerprints_of(spans))
 
     async def _take(self, ref: WeightsRef) -> None:
         """Raises `EngineError` also when the load itself fails; the engine is unusable from then on."""
