@@ -77,7 +77,9 @@ class ScriptedEngine(scripted.ScriptedEngine):
         await asyncio.sleep(reply.delay_s)
         if reply.error is not None:
             raise reply.error
-        ids = np.asarray(reply.token_ids, np.int32)
+        ids, reason = np.asarray(reply.token_ids, np.int32), reply.stop_reason
+        if ids.size and (n := scripted.watched(request, ids)) < ids.size:
+            ids, reason = ids[:n], "watch"
         logprobs = np.full(ids.size, -1.0) if reply.logprobs is None else np.asarray(reply.logprobs, np.float64)
         versions = np.full(ids.size, version) if reply.versions is None else np.asarray(reply.versions)
         marks = {int(v): mark if v == version else f"{int(v):032x}" for v in versions}
@@ -85,7 +87,7 @@ class ScriptedEngine(scripted.ScriptedEngine):
             ids,
             logprobs.astype(np.float32),
             spans_of(versions),
-            reply.stop_reason,
+            reason,
             marks if reply.fingerprints is None else reply.fingerprints,
         )
 
