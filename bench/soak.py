@@ -1,4 +1,4 @@
-"""A soak: 100,000 rollouts through the real broker, agents that misbehave in 29 ways, and nothing grows.
+"""A soak: 100,000 rollouts through the real broker, agents of which a seventh misbehave, in 24 ways, and nothing grows.
 
 `python bench/soak.py [ROLLOUTS]`; what is done and what must hold: `tests/e2e/soak.py`, `tests/e2e/soaking.py`. From
 100,000 on it writes results/soak.json, docs/results/soak.md and its picture.

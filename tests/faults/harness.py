@@ -43,6 +43,7 @@ class Fault:
     times: int = 1
     nth: int = 1
     learner: str = "plain"
+    engine: str = "scripted"
     phase: str = "start"  # or `resume`: what a killed start has left is gone on with on the faulty disk
 
     def __str__(self) -> str:
@@ -108,7 +109,8 @@ class Trial:
     def start(self, *more: str, **variables: str) -> tuple[int, str]:
         """One start of the run; its exit code, None where it hung, and its output."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": kills.python_path(), **variables}
-        command = [*kills.PROGRAMS[self.fault.learner], "train", str(self.run_file), *more]
+        command = [*kills.PROGRAMS[self.fault.learner], "train", str(self.run_file)]
+        command += [f"generator.engine={self.fault.engine}", *more]
         output = self.folder / "output.txt"
         with output.open("w") as file:
             process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=self.folder)
@@ -174,7 +176,8 @@ class Trial:
             for log in sorted((self.run_folder / "logs").glob("*.log")):
                 lines += log.read_text(errors="replace").splitlines()
         named = [line for line in lines if self.fault.text and self.fault.text in line]
-        exact = [line for line in named if any(name in line for name in (self.fault.path.strip("/"), self.fault.files))]
+        names = [self.fault.files, *filter(None, self.fault.path.split("/"))]
+        exact = [line for line in named if any(name in line for name in names)]
         return next(reversed(exact or (named if went_on else [])), "").strip()
 
     def _check(self) -> None:

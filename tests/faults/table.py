@@ -5,18 +5,19 @@ from __future__ import annotations
 from tests.faults.harness import SHORT, SLOW, Fault
 
 ONCE, FOR_EVER = 1, 0
+SHARED = "/dev/shm/sao-"  # the folder of the weights, in which safetensors writes under names of its own
 
 
 def _writes(files: str, path: str, learner: str = "plain", nth: int = 1, phase: str = "start") -> list[Fault]:
     """A file that is written: full, failing, over quota, read-only, short and slow."""
     kinds = [("ENOSPC", ONCE), ("ENOSPC", FOR_EVER), ("EIO", ONCE), ("EIO", FOR_EVER), ("EDQUOT", ONCE)]
     kinds += [("EROFS", FOR_EVER), (SHORT, FOR_EVER)]
-    return [Fault(files, path, "write", kind, times, nth, learner, phase) for kind, times in kinds]
+    return [Fault(files, path, "write", kind, times, nth, learner, phase=phase) for kind, times in kinds]
 
 
 def _renames(files: str, path: str, learner: str = "plain", phase: str = "start") -> list[Fault]:
     kinds = [("EIO", ONCE), ("ENOSPC", FOR_EVER), ("EROFS", FOR_EVER)]
-    return [Fault(files, path, "rename", kind, times, 1, learner, phase) for kind, times in kinds]
+    return [Fault(files, path, "rename", kind, times, 1, learner, phase=phase) for kind, times in kinds]
 
 
 def _syncs(files: str, path: str, learner: str = "plain", nth: int = 1) -> list[Fault]:
@@ -24,9 +25,9 @@ def _syncs(files: str, path: str, learner: str = "plain", nth: int = 1) -> list[
     return [Fault(files, path, "fsync", kind, times, nth, learner) for kind, times in kinds]
 
 
-def _opens(files: str, path: str, learner: str = "plain", phase: str = "start") -> list[Fault]:
+def _opens(files: str, path: str, learner: str = "plain", nth: int = 1) -> list[Fault]:
     kinds = [("ENOSPC", ONCE), ("EROFS", FOR_EVER), ("EDQUOT", FOR_EVER)]
-    return [Fault(files, path, "open", kind, times, 1, learner, phase) for kind, times in kinds]
+    return [Fault(files, path, "open", kind, times, nth, learner) for kind, times in kinds]
 
 
 def _locks(files: str, path: str) -> list[Fault]:
@@ -50,7 +51,7 @@ TABLE = [
     *_writes("journal", "/journal/", phase="resume"),
     # checkpoints, the exported model in them
     *_writes("checkpoint", "/checkpoints/", "torch"),
-    *_writes("checkpoint", "/checkpoints/.step-4.part/model", "torch"),
+    *_writes("exported model", "/.step-4.part/.tmp", "torch"),
     *_syncs("checkpoint", "/checkpoints/", "torch"),
     *_renames("checkpoint", "/checkpoints/", "torch"),
     *_opens("checkpoint", "/checkpoints/", "torch"),
@@ -61,12 +62,13 @@ TABLE = [
     Fault("checkpoint", "/checkpoints/", "mmap", "ENODEV", FOR_EVER, learner="torch", phase="resume"),
     Fault("checkpoint", "/checkpoints/", "unlink", "EIO", FOR_EVER, learner="torch"),
     # weights for the generators
-    *_writes("weights", "/weights-", "torch"),
-    *_renames("weights", "/weights-", "torch"),
-    *_opens("weights", "/weights-", "torch"),
-    Fault("weights", "/weights-", "mmap", "ENOMEM", ONCE, learner="torch"),
-    Fault("weights", "/weights-", "mmap", "ENODEV", FOR_EVER, learner="torch"),
-    Fault("weights", "/weights-", "allocate", "ENOSPC", FOR_EVER, learner="torch"),
+    *_writes("weights", SHARED, "torch", nth=2),  # the first is its owner's
+    *_renames("weights", "weights-", "torch"),
+    *_opens("weights", SHARED, "torch", nth=2),
+    Fault("weights", SHARED, "truncate", "ENOSPC", ONCE, learner="torch"),
+    Fault("weights", SHARED, "truncate", "EDQUOT", FOR_EVER, learner="torch"),
+    Fault("weights", "weights-", "mmap", "ENOMEM", ONCE, learner="torch", engine="torch"),
+    Fault("weights", "weights-", "mmap", "EIO", 2, 2, learner="torch", engine="torch"),
     # trajectories that are kept
     *_writes("trajectories", "/trajectories", "torch"),
     *_renames("trajectories", "/trajectories", "torch"),

@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         world.leave()
         return DONE
     except Exception as error:
-        if isinstance(error, Error):
+        if isinstance(error, Error | OSError):  # of a disk: the text says all
             log.error("%s: %s", type(error).__name__, error)
         else:
             log.error("failed", exc_info=error)

@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
 from sao.config import Config
+from sao.errors import CheckpointError
 from sao.learner.model import CRITIC_FILE, DTYPES, Critic
 from sao.learner.world import World
+from sao.storage.durable import patiently
 
 # Tokenizer and sampling defaults, by the names that model folders use; weights and config are written anew.
 _COPIED_FILES = (
@@ -68,22 +70,32 @@ def write_model(lm: Any, tensors: dict[str, dict[str, torch.Tensor]], config: Co
             shutil.copy(file, folder / file.name)
 
 
-def write_critic(critic: Critic, target: Path, dtype: str, metadata: dict[str, Any], world: World) -> None:
+def write_critic(
+    critic: Critic, target: Path, dtype: str, metadata: dict[str, Any], world: World, patience_s: float = 0.0
+) -> None:
     """Writes the critic as the folder `target`, for `learner.critic_path`; `metadata` goes into `pretraining.json`.
 
-    The folder is written under a temporary name and renamed when complete. A collective; rank 0 writes.
+    The folder is written under a temporary name and renamed when complete; while the disk fails it is tried again, for
+    `patience_s`. Raises `CheckpointError`. A collective; rank 0 writes.
     """
     tensors = full_tensors(critic, dtype, world)
     if tensors is None:
         return
     temporary = target.parent / f".{target.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    critic.backbone.config.save_pretrained(temporary)
-    _save_critic(tensors, temporary)
-    (temporary / "pretraining.json").write_text(json.dumps(metadata, indent=2) + "\n")
-    shutil.rmtree(target, ignore_errors=True)
-    temporary.rename(target)
+
+    def write() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        critic.backbone.config.save_pretrained(temporary)
+        _save_critic(tensors, temporary)
+        (temporary / "pretraining.json").write_text(json.dumps(metadata, indent=2) + "\n")
+        shutil.rmtree(target, ignore_errors=True)
+        temporary.rename(target)
+
+    try:
+        patiently(write, patience_s)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{target}: cannot be written: {error}") from error
 
 
 def _save_critic(tensors: dict[str, torch.Tensor], folder: Path) -> None:

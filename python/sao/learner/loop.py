@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sao.config import Config
-from sao.errors import CheckpointError, LearnerError
+from sao.errors import CheckpointError, LearnerError, StorageError
 from sao.learner.checkpoint import Checkpointer
 from sao.learner.step import Learner, StepResult
 from sao.storage.checkpoints import Ordinals
@@ -60,6 +60,7 @@ def train(
     """
     config, saver = learner.config, Checkpointer(learner, checkpoints, trained)
     reason, every, save_s = f"{config.run.steps} steps done", config.learner.save_every_steps, 0.0
+    records = None if connection is None else _Records(config, connection, checkpoints.parent / "trajectories")
     unsaved: Taken | None = None
     while learner.steps < config.run.steps:
         taken = take(learner, connection, asked)
@@ -71,8 +72,8 @@ def train(
         commit(connection, taken, result)
         saver.trained.add(ordinal for ordinal, _ in taken.tasks)
         saver.trained.close(taken.ended)
-        if connection is not None and result.arrays is not None:
-            _record(config, taken, result, checkpoints.parent / "trajectories")
+        if records is not None and result.arrays is not None:
+            records.add(taken, result)
         unsaved = taken
         if every and learner.steps % every == 0:
             began = time.perf_counter()
@@ -162,23 +163,42 @@ def _report(connection: Client | None, fault: str | None) -> None:
         connection.call(Event(level="error", text=text))
 
 
-def _record(config: Config, taken: Taken, result: StepResult, folder: Path) -> None:
-    """Records the step for `sao inspect`; what goes wrong here is logged, training goes on."""
-    metadata = {
-        "version": taken.version,
-        "version_after": result.version,
-        "skipped": result.skipped,
-        "trained_tokens": result.trained_tokens,
-        "masked_tokens": result.masked_tokens,
-        "metrics": result.metrics,
-        "algorithm": config.algorithm.model_dump(mode="json"),
-        "compaction": config.compaction.model_dump(mode="json"),
-        "config": config.model_dump(mode="json"),
-        "fingerprint": result.weights.fingerprint if result.weights else None,
-        "tasks": [list(task) for task in taken.tasks],
-    }
-    keep = config.telemetry.keep_trajectories
-    try:
-        write_step(folder, result.step, taken.frames, result.arrays or {}, metadata, keep=keep)
-    except OSError as error:
-        log.warning("step %d was not recorded: %s", result.step, error)
+class _Records:
+    """The steps that are kept for `sao inspect`. What goes wrong here is said once, and again when it is over; training
+    goes on.
+    """
+
+    def __init__(self, config: Config, connection: Client, folder: Path) -> None:
+        self._config, self._connection, self._folder = config, connection, folder
+        self._missing = 0
+
+    def add(self, taken: Taken, result: StepResult) -> None:
+        """Writes a step."""
+        config, keep = self._config, self._config.telemetry.keep_trajectories
+        metadata = {
+            "version": taken.version,
+            "version_after": result.version,
+            "skipped": result.skipped,
+            "trained_tokens": result.trained_tokens,
+            "masked_tokens": result.masked_tokens,
+            "metrics": result.metrics,
+            "algorithm": config.algorithm.model_dump(mode="json"),
+            "compaction": config.compaction.model_dump(mode="json"),
+            "config": config.model_dump(mode="json"),
+            "fingerprint": result.weights.fingerprint if result.weights else None,
+            "tasks": [list(task) for task in taken.tasks],
+        }
+        try:
+            write_step(self._folder, result.step, taken.frames, result.arrays or {}, metadata, keep=keep)
+        except StorageError as error:
+            self._missing += 1
+            if self._missing == 1:
+                self._warn(f"step {result.step} is not recorded, nor are later ones until this is over: {error}")
+            return
+        if self._missing:
+            self._warn(f"{self._folder}: {self._missing} steps are missing here")
+            self._missing = 0
+
+    def _warn(self, text: str) -> None:
+        log.warning("%s", text)
+        self._connection.call(Event(level="warning", text=text))

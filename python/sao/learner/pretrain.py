@@ -85,7 +85,8 @@ def pretrain(learner: Learner, connection: Client | None, run_folder: Path, aske
                 "critic_frozen": config.learner.critic_frozen,
                 "gamma": config.algorithm.gamma,
             }
-            write_critic(critic.model, run_folder / FOLDER, config.model.dtype, metadata, learner.world)
+            to, patience_s = run_folder / FOLDER, config.run.disk_patience_s
+            write_critic(critic.model, to, config.model.dtype, metadata, learner.world, patience_s)
         if taken is not None and result is not None:
             if progress.explained_variance is not None:
                 result.metrics["critic/explained_variance_window"] = progress.explained_variance

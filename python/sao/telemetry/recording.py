@@ -17,6 +17,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sao import _core
-from sao.errors import ValidationError, WireError
+from sao.errors import StorageError, ValidationError, WireError
 from sao.trajectory import Trajectory, decode, split_frames
 
 FORMAT = "sao-step-1"
@@ -53,9 +54,10 @@ def write_step(
 
     frames: header, payload and sidecars of each trajectory, one after another (anything with the buffer protocol).
     arrays: any shape, dtypes of NumPy other than object and text. meta: what JSON can hold. keep: newest steps that
-    stay in `folder` (0: all). Raises `WireError` and `ValidationError` before anything is written, `OSError`.
+    stay in `folder` (0: all). Raises `WireError` and `ValidationError` before anything is written, `StorageError`.
     """
-    from safetensors.numpy import save_file  # only those that record or read need it
+    from safetensors import SafetensorError  # only those that record or read need it
+    from safetensors.numpy import save_file
 
     groups = split_frames(frames)
     tensors = {
@@ -68,14 +70,17 @@ def write_step(
             raise ValidationError(f"arrays[{name!r}]: {array.dtype}, expected numbers or truth values")
         tensors[f"array/{name}"] = np.ascontiguousarray(array)
     header = {"format": FORMAT, "step": str(step), "trajectories": str(len(groups)), "meta": json.dumps(dict(meta))}
-    folder.mkdir(parents=True, exist_ok=True)
     target = step_path(folder, step)
     unfinished = target.with_suffix(f".{os.getpid()}.part")
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, unfinished, header)
         unfinished.replace(target)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"{target}: cannot be written: {error}") from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
     for old in recorded_steps(folder)[:-keep] if keep else ():
         step_path(folder, old).unlink(missing_ok=True)
     return target

@@ -75,14 +75,11 @@ def publish(
             save_file(plain, temporary, metadata={"format": "pt", "version": str(version), "fingerprint": mark})
             failpoint("publish.rename")
             temporary.replace(final)
-        except (OSError, SafetensorError):
+        except (OSError, SafetensorError) as error:
             temporary.unlink(missing_ok=True)
-            raise
+            raise WeightsError(f"weights of version {version}: cannot write {final}: {error}") from error
 
-    try:
-        patiently(write, patience_s)
-    except (OSError, SafetensorError) as error:
-        raise WeightsError(f"weights of version {version}: cannot write {final}: {error}") from error
+    patiently(write, patience_s)
     for old in sorted(folder.glob(WEIGHTS_FILES))[:-keep]:
         if old != final:
             old.unlink(missing_ok=True)
