@@ -1,7 +1,8 @@
-"""The HTTP side of agents: an OpenAI-compatible endpoint for the sessions of one generator, and a small session API.
+"""The HTTP side of agents: an endpoint in three dialects for the sessions of one generator, and a small session API.
 
     GET  /v1/models                     the policy, by the name of its folder
-    POST /v1/chat/completions           key: the session's API key; also below /session/KEY, for agents without a key
+    POST /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens
+                                        key: the session's API key; also below /session/KEY, for agents without a key
     POST /v1/sessions {"wait_s": 30}    key: the server's token; the next episode to play, or 204
     POST /v1/sessions/reward {"reward": 1.0}   key: the session's reward key
     POST /v1/sessions/close {"failure": "..."} key: the session's reward key; ends a session that was opened here
@@ -22,7 +23,7 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from sao.agents import chat_completions
+from sao.agents import anthropic_messages, chat_completions, responses
 from sao.agents.connections import Connection, Connections
 from sao.agents.request import ApiError, Dialect, ModelCall, Stream, Turn
 from sao.agents.session import AgentSession
@@ -37,7 +38,11 @@ KEEP_ALIVE_S = 10.0  # between two signs of life in a stream
 PIECE_S = 0.05  # between two pieces of a stream
 MAX_WAIT_S = 60.0
 MAX_LOGGED = 100  # fields of requests that the log names
-DIALECTS: dict[str, Dialect] = {"chat/completions": cast(Dialect, chat_completions)}
+DIALECTS: dict[str, Dialect] = {
+    "chat/completions": cast(Dialect, chat_completions),
+    "responses": cast(Dialect, responses),
+    "messages": cast(Dialect, anthropic_messages),
+}
 _WHY = {
     "overruled": "not followed: the run's own sampling holds",
     "unforced": "not enforced: a mask would change what the log-probs mean",
@@ -69,6 +74,7 @@ class AgentServer:
             app.router.add_get(f"{below}/models", self._models)
             for path, dialect in DIALECTS.items():
                 app.router.add_post(f"{below}/{path}", self._asking(dialect))
+            app.router.add_post(f"{below}/messages/count_tokens", self._count)
         app.router.add_post("/v1/sessions", self._open)
         app.router.add_post("/v1/sessions/reward", self._reward)
         app.router.add_post("/v1/sessions/close", self._close)
@@ -146,6 +152,15 @@ class AgentServer:
             response = await self._stream(request, asked.work, piece, dialect.stream(call, self.model))
         asked.delivered = not _hung_up(request)()
         return response
+
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        """Anthropic's count of a prompt's tokens."""
+        try:
+            session = self._find(request, self._sessions)
+            call = anthropic_messages.parse(await _body(request), session.recorder.temperature)
+            return web.json_response({"input_tokens": await session.prompt_tokens(call)})
+        except ApiError as error:
+            return web.json_response(anthropic_messages.error(error), status=error.status)
 
     async def _stream(
         self, request: web.Request, work: asyncio.Task[Turn], piece: _Pieces, stream: Stream

@@ -38,12 +38,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """What a turn is sampled behind. point: the turn it goes on from; None: it is all new."""
+    """What a turn is sampled behind. point: the turn it goes on from; None: it is all new. drifted, rewritten: whether
+    it counts as such.
+    """
 
     place: bytes
     ids: np.ndarray
     messages: Conversation
     point: Point | None = None
+    drifted: bool = False
+    rewritten: bool = False
 
 
 @dataclass(slots=True)
@@ -147,6 +151,8 @@ class AgentSession:
         try:
             # Beside the loop: a conversation of megabytes takes seconds to encode, only then is its length known.
             prompt = await asyncio.to_thread(self._prompt, call)
+            self._counts["agent_drift"] += prompt.drifted
+            self._counts["agent_rewritten"] += prompt.rewritten
             self._check_open()  # or the episode has ended meanwhile, and nobody would count what is sampled now
             room = config.sampling.context_tokens - prompt.ids.size
             if room <= 0:
@@ -180,6 +186,11 @@ class AgentSession:
         turn = self._read(call, completion.token_ids, completion.logprobs, completion.stop_reason, prompt.ids, stopper)
         self._history.add(prompt.place, wrote, whole, (*prompt.messages, turn.message), turn)
         return turn
+
+    async def prompt_tokens(self, call: ModelCall) -> int:
+        """Tokens that a call would be sampled behind. Raises `ApiError`."""
+        self._check_open()
+        return int((await asyncio.to_thread(self._prompt, call)).ids.size)
 
     def trajectory(self, termination: Termination, reward: float) -> Trajectory:
         """The episode as it is; nothing may be sampled behind it."""
@@ -221,12 +232,13 @@ class AgentSession:
         if call.tools and not renderer.renders_tools:
             raise ApiError(400, "tools: the chat template of the model knows no tools", param="tools")
         found = self._history.find(messages, call.tools)
-        self._counts["agent_rewritten"] += found.at != found.last
+        rewritten = found.at != found.last
         try:
-            if (point := found.point) is not None:
-                self._counts["agent_drift"] += self._drifted(point, messages[found.at], call.tools)
-                return self._behind(found.place, point, messages[found.at + 1 :], call.tools)
-            return _Prompt(found.place, renderer.conversation(messages, call.tools), messages)
+            if (point := found.point) is None:
+                return _Prompt(found.place, renderer.conversation(messages, call.tools), messages, rewritten=rewritten)
+            prompt = self._behind(found.place, point, messages[found.at + 1 :], call.tools)
+            drifted = self._drifted(point, messages[found.at], call.tools)
+            return replace(prompt, drifted=drifted, rewritten=rewritten)
         except EnvironmentFailure as error:  # the chat template refuses these roles
             raise ApiError(400, f"messages: {error.detail}", param="messages") from None
 

@@ -1,0 +1,212 @@
+"""The dialects of Responses and Messages: read strictly, and spoken to the real clients, streamed and whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents.tool_agents import PARAMETERS, Recording, call_text, check_books, configuration, run, sampled
+from rollout.families import folder, templates
+from scripted import Reply
+
+from sao.agents import anthropic_messages, responses
+from sao.agents.request import ApiError, ModelCall, Turn
+from sao.envs.agent import Access
+from sao.envs.protocol import Message, ToolCall
+from sao.rollout.chat import Renderer
+
+openai = pytest.importorskip("openai", reason="needs the package openai")
+anthropic = pytest.importorskip("anthropic", reason="needs the package anthropic")
+needs_trl = pytest.mark.skipif(not templates(), reason="trl is not installed: pip install --no-deps trl")
+
+CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}", "id": "fc_1"}
+USE = {"type": "tool_use", "id": "c1", "name": "look", "input": {"city": "Bern"}}
+FUNCTION = {"type": "function", "name": "look", "parameters": PARAMETERS, "strict": False}
+
+
+def test_items_of_a_turn_are_one_message() -> None:
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]}
+    result = {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "21"}]}
+    call = responses.parse(
+        {"input": [{"role": "user", "content": "a"}, thought, said, CALL, result], "instructions": "s"}, 1.0
+    )
+    assert call.messages == (
+        Message("system", "s"),
+        Message("user", "a"),
+        Message("assistant", "I look.", (ToolCall("look", "{}", "c1"),), reasoning="hm"),
+        Message("tool", "21", (), "c1", "look"),
+    )
+    assert responses.parse({"input": "a"}, 1.0).messages == (Message("user", "a"),)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "input: expected"),
+        ({"input": []}, "input: expected"),
+        ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id: nothing is kept"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\]: an item of type 'item_reference'"),
+        ({"input": [{"role": "robot", "content": "x"}]}, r"input\[0\]: expected a role"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, r"input\[0\].content: expected text"),
+        ({"input": [{"role": "user", "content": "a"}, CALL]}, "begun for the policy"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, r"tools\[0\]"),
+        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": [1]}, r"input\[0\]"),
+        ({"input": [{"type": "function_call", "arguments": "{}"}]}, r"input\[0\]: expected a name"),
+        ({"input": "half \ud800"}, "surrogate"),
+    ],
+)
+def test_responses_that_cannot_be_served_are_refused(body: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError, match=message) as caught:
+        responses.parse(body, 1.0)
+    assert caught.value.status == 400
+
+
+def test_blocks_of_messages_are_read() -> None:
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "21"}]}
+    body = {
+        "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": ""}, USE]},
+            {"role": "user", "content": [result, {"type": "text", "text": "and now?"}]},
+        ],
+        "max_tokens": 9,
+        "tool_choice": {"type": "any"},
+    }
+    call = anthropic_messages.parse(body, 1.0)
+    assert call.messages == (
+        Message("system", "s"),
+        Message("user", "a"),
+        Message("assistant", "", (ToolCall("look", '{"city": "Bern"}', "c1"),), reasoning="hm"),
+        Message("tool", "21", (), "c1", "look"),
+        Message("user", "and now?"),
+    )
+    assert call.max_tokens == 9 and call.notes == {"tool_choice": "unforced"}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": []}, "messages: expected"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\]: expected an object with a role"),
+        ({"messages": [{"role": "user", "content": 1}]}, r"messages\[0\].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a block of type 'image'"),
+        ({"messages": [{"role": "user", "content": [USE]}]}, "a block of type 'tool_use' is not supported"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "begun for the policy"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "bash_20250124"}]}, r"tools\[0\]"),
+        ({"messages": [{"role": "user", "content": "a"}], "stop_sequences": [1]}, "stop_sequences"),
+    ],
+)
+def test_messages_that_cannot_be_served_are_refused(body: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError, match=message):
+        anthropic_messages.parse(body, 1.0)
+
+
+@pytest.mark.parametrize("dialect", [responses, anthropic_messages])
+def test_a_stream_says_what_the_whole_answer_says(dialect: Any) -> None:
+    message = Message("assistant", "I look.", (ToolCall("look", '{"city": "Bern"}', "c1"),), reasoning="")
+    turn, call = Turn(message, "I look.", "tool_calls", 5, 7), ModelCall((Message("user", "a"),))
+    stream = dialect.stream(call, "m")
+    raw = stream.begin() + stream.more("I ") + stream.end(turn, "I ")
+    events = [json.loads(line[6:]) for line in raw.split(b"\n") if line.startswith(b"data: ")]
+    whole = dialect.answer(turn, call, "m")
+    if dialect is responses:
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        last = events[-1]["response"]["output"]
+        strip = [{key: value for key, value in item.items() if key != "id"} for item in last]
+        assert strip == [{key: value for key, value in item.items() if key != "id"} for item in whole["output"]]
+        assert "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta") == "I look."
+    else:
+        deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+        assert "".join(delta.get("text", "") for delta in deltas) == whole["content"][0]["text"]
+        assert json.loads(deltas[-1]["partial_json"]) == whole["content"][1]["input"]
+        assert events[-2]["delta"]["stop_reason"] == whole["stop_reason"] == "tool_use"
+
+
+@needs_trl
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_responses_client_works_unchanged(tmp_path: Path, streamed: bool) -> None:
+    renderer = Renderer(folder(tmp_path, "qwen3"))
+    calls = call_text(renderer, ("look", {"city": "Bern"}), ("look", {"city": "Rome"}), text="I look.")
+    turns = [sampled(renderer, calls), sampled(renderer, "It is warm.")]
+    engine = Recording(lambda request, number: Reply(turns[number]))
+
+    async def script(access: Access, post: Any) -> float:
+        client = openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=0)
+
+        async def ask(given: Any) -> Any:
+            fields = {"model": access.model, "input": given, "tools": [FUNCTION], "instructions": "Be short."}
+            if not streamed:
+                return await client.responses.create(**fields)
+            async with client.responses.stream(**fields) as stream:
+                async for _ in stream:
+                    pass
+                return await stream.get_final_response()
+
+        given: list[Any] = [{"role": "user", "content": "weather?"}]
+        first = await ask(given)
+        found = [item for item in first.output if item.type == "function_call"]
+        assert [json.loads(item.arguments)["city"] for item in found] == ["Bern", "Rome"]
+        assert first.output_text.strip() == "I look." and first.usage.output_tokens == len(turns[0])
+        given += [item.model_dump(exclude_none=True) for item in first.output]
+        given += [{"type": "function_call_output", "call_id": item.call_id, "output": "21"} for item in found]
+        assert (await ask(given)).output_text == "It is warm."
+        await client.close()
+        return 1.0
+
+    trajectory = run(configuration(tmp_path), engine, script)
+    assert len(trajectory.segments) == 1 and trajectory.metadata["agent_rewritten"] == 0
+    check_books(trajectory, engine)
+
+
+@needs_trl
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_messages_client_works_unchanged(tmp_path: Path, streamed: bool) -> None:
+    renderer = Renderer(folder(tmp_path, "qwen3"))
+    calls = call_text(renderer, ("look", {"city": "Bern"}), text="I look.")
+    turns = [sampled(renderer, f"<think>hm</think>{calls}"), sampled(renderer, "It is warm. STOP and more")]
+    engine = Recording(lambda request, number: Reply(turns[number]))
+    tools = [{"name": "look", "description": "d", "input_schema": PARAMETERS}]
+
+    async def script(access: Access, post: Any) -> float:
+        root = access.base_url.removesuffix("/v1")
+        client = anthropic.AsyncAnthropic(base_url=root, api_key=access.api_key, max_retries=0)
+
+        async def ask(messages: Any, **more: Any) -> Any:
+            fields = {"model": access.model, "max_tokens": 1000, "messages": messages, "tools": tools, **more}
+            if not streamed:
+                return await client.messages.create(**fields)
+            async with client.messages.stream(**fields) as stream:
+                return await stream.get_final_message()
+
+        messages: list[Any] = [{"role": "user", "content": "weather?"}]
+        counted = await client.messages.count_tokens(model=access.model, messages=messages, tools=tools)
+        first = await ask(messages)
+        assert first.stop_reason == "tool_use" and first.usage.input_tokens == counted.input_tokens
+        thought, text, use = first.content
+        assert (thought.thinking, text.text.strip(), use.input) == ("hm", "I look.", {"city": "Bern"})
+        messages.append({"role": "assistant", "content": [text.model_dump(), use.model_dump()]})
+        result = {"type": "tool_result", "tool_use_id": use.id, "content": "21"}
+        messages.append({"role": "user", "content": [result]})
+        second = await ask(messages, stop_sequences=["STOP"])
+        assert (second.content[0].text, second.stop_reason, second.stop_sequence) == (
+            "It is warm. ",
+            "stop_sequence",
+            "STOP",
+        )
+        with pytest.raises(anthropic.AuthenticationError):
+            await anthropic.AsyncAnthropic(base_url=root, api_key="x", max_retries=0).messages.create(
+                model="m", max_tokens=1, messages=messages
+            )
+        with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: .* maximum context length"):
+            await ask([{"role": "user", "content": "a" * 30_000}])
+        await client.close()
+        return 1.0
+
+    trajectory = run(configuration(tmp_path), engine, script)
+    assert len(trajectory.segments) == 1 and trajectory.metadata["agent_rewritten"] == 0
+    check_books(trajectory, engine)
