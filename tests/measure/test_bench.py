@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from sao.cli import app
 from sao.errors import ConfigError
+from sao.measure import report
 from sao.measure.measure import Row
 from sao.measure.report import TOPICS, show, shown_rate, shown_time
 
@@ -35,6 +37,21 @@ def test_unknown_topics_are_refused() -> None:
     with pytest.raises(ConfigError, match="'speed' is not one of buffer"):
         show(["pack", "speed"])
     assert CliRunner().invoke(app, ["bench", "speed"]).exit_code == 2
+
+
+def test_a_topic_whose_package_is_missing_is_left_out_unless_it_was_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def weights(quick: bool) -> Iterator[Row]:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr(report, "TOPICS", {"pack": TOPICS["pack"], "weights": weights})
+    show([], quick=True)
+    shown = capsys.readouterr().out
+    assert "pack" in shown
+    assert "left out: weights needs torch, which is not installed: pip install 'sao[train]'" in shown
+    with pytest.raises(ModuleNotFoundError):
+        show(["weights"], quick=True)
 
 
 def test_numbers_are_shown_with_the_unit_that_suits_them() -> None:

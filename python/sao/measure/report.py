@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sao.errors import ConfigError
+from sao.errors import ConfigError, missing_package
 from sao.measure import parts
 from sao.measure.measure import Row, machine
 from sao.measure.transport import transport
@@ -27,7 +27,10 @@ PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def show(topics: Sequence[str], *, quick: bool = False, json_file: Path | None = None) -> None:
-    """Measures and prints; all topics if none is named. Raises `ConfigError` for an unknown one, before it measures."""
+    """Measures and prints; all topics if none is named, but for those whose package is not installed.
+
+    Raises `ConfigError` for an unknown topic, before it measures.
+    """
     if unknown := next((topic for topic in topics if topic not in TOPICS), None):
         raise ConfigError(f"topic: {unknown!r} is not one of {', '.join(TOPICS)}")
     console = Console()
@@ -35,8 +38,14 @@ def show(topics: Sequence[str], *, quick: bool = False, json_file: Path | None =
         console = Console(width=150)
     described, found = machine(), {}
     for topic in topics or TOPICS:
-        with console.status(f"measuring {topic}"):
-            rows = list(TOPICS[topic](quick))
+        try:
+            with console.status(f"measuring {topic}"):
+                rows = list(TOPICS[topic](quick))
+        except ModuleNotFoundError as error:
+            if topics or (missing := missing_package(error, topic)) is None:
+                raise
+            console.print(f"left out: {missing}", style="dim", markup=False)
+            continue
         found[topic] = [asdict(row) | {"per_s": row.per_s} for row in rows]
         console.print(_table(topic, rows))
     console.print(", ".join(f"{name} {value}" for name, value in described.items()), style="dim", highlight=False)
