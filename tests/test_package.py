@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import sao
+from sao.errors import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -118,6 +119,14 @@ def test_every_marker_of_an_optional_package_names_an_extra_that_exists():
     for path in (ROOT / "python").rglob("*.py"):
         for extra in re.findall(r"pip install 'sao\[(\w+)\]'", path.read_text()):
             assert extra in extras, f"{path}: {extra}"
+
+
+def test_every_package_of_an_extra_is_known_by_the_extra_that_installs_it() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for package, extra in EXTRAS.items():
+        assert any(line.startswith(package.replace("_", "-")) for line in extras[extra]), (package, extra)
+    named = {line.partition(">")[0].replace("-", "_") for extra in extras.keys() - {"dev"} for line in extras[extra]}
+    assert {name for name in named if not name.startswith("sao[")} == EXTRAS.keys()
 
 
 def test_the_native_core_is_small() -> None:
