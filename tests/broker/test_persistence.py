@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,42 @@ def test_without_a_checkpoint_or_a_limit_everything_stays_listed(tmp_path, growt
         persistence.commit({"line": 0})
     assert [step["step"] for step in ledger_history(tmp_path / "journal")[1]] == list(range(1, 100))
     persistence.close()
+
+
+class Failing:
+    """A ledger whose journal fails so often, as one on a full disk."""
+
+    def __init__(self, ledger: Ledger, times: int) -> None:
+        self._ledger, self.left, self.mended = ledger, times, 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._ledger, name)
+
+    def flush(self) -> None:
+        if self.left:
+            self.left -= 1
+            raise LedgerError("journal: cannot be written: No space left on device (os error 28)")
+        self._ledger.flush()
+
+    def mend(self) -> None:
+        self.mended += 1
+        self._ledger.mend()
+
+
+def test_a_turn_is_written_again_while_the_disk_is_full_and_for_so_long_only(tmp_path):
+    with Ledger(tmp_path / "journal") as ledger:
+        disk = Failing(ledger, 3)
+        persistence = Persistence(disk, patience_s=10.0)
+        steps(ledger, 1, 1)
+        persistence.commit({})
+        assert (disk.left, disk.mended) == (0, 4) and not ledger.due
+        disk.left, persistence._patience_s = 1000, 0.4
+        steps(ledger, 2, 2)
+        began = time.monotonic()
+        for _ in range(20):  # once it was waited for in vain, nothing is waited for again
+            with pytest.raises(LedgerError, match="No space left"):
+                persistence.commit({})
+        assert time.monotonic() - began < 3.0
 
 
 @pytest.mark.parametrize("kept", [2, 5])

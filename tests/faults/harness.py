@@ -19,6 +19,7 @@ from pathlib import Path
 
 from tests.e2e import kills
 
+from sao._core import Ledger
 from sao.storage import checkpoints
 from sao.telemetry import sinks
 
@@ -29,7 +30,7 @@ PATIENCE_S = 3.0  # `run.disk_patience_s` of these runs
 SLOW_MS = 400
 SHORT = "short"
 SLOW = "slow"
-TELEMETRY = "[telemetry]\ntensorboard = true\nplot = true\nkeep_trajectories = 2\n"
+TELEMETRY = "[value_pretraining]\nsteps = 6\n[telemetry]\ntensorboard = true\nplot = true\nkeep_trajectories = 2\n"
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Fault:
     nth: int = 1
     learner: str = "plain"
     engine: str = "scripted"
+    command: str = "train"  # or `pretrain-value`
     phase: str = "start"  # or `resume`: what a killed start has left is gone on with on the faulty disk
 
     def __str__(self) -> str:
@@ -98,7 +100,8 @@ class Trial:
 
     def __init__(self, folder: Path, model: Path, library: Path, fault: Fault) -> None:
         self.folder, self.fault, self.library = folder, fault, library
-        self.run_folder, self.count = folder / "r", folder / "count"
+        self.run_folder = folder / ("r" if fault.command == "train" else "r-critic")
+        self.count = folder / "count"
         folder.mkdir(parents=True)
         self.count.write_bytes(bytes(16))
         values = {"folder": str(folder), "model": str(model), "seed": 7, "steps": STEPS, "every": 2, "order": "window"}
@@ -109,7 +112,7 @@ class Trial:
     def start(self, *more: str, **variables: str) -> tuple[int, str]:
         """One start of the run; its exit code, None where it hung, and its output."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": kills.python_path(), **variables}
-        command = [*kills.PROGRAMS[self.fault.learner], "train", str(self.run_file)]
+        command = [*kills.PROGRAMS[self.fault.learner], self.fault.command, str(self.run_file)]
         command += [f"generator.engine={self.fault.engine}", *more]
         output = self.folder / "output.txt"
         with output.open("w") as file:
@@ -136,7 +139,8 @@ class Trial:
         outcome.reached, outcome.suffered = struct.unpack("QQ", self.count.read_bytes())
         self._judge(outcome, output)
         if not self.complete:
-            more = ["--resume"] if (self.run_folder / "config.json").exists() else []
+            again = "--resume" if self.fault.command == "train" else "--overwrite"
+            more = [again] if (self.run_folder / "config.json").exists() else []
             code, output = self.start(*more)
             if code != 0:
                 outcome.wrong.append(f"{more} on a healthy disk: exit code {code}: {output.strip()[-1500:]}")
@@ -149,7 +153,9 @@ class Trial:
 
     @property
     def complete(self) -> bool:
-        """Whether the checkpoint of the last step is there."""
+        """Whether the checkpoint of the last step is there, or the critic."""
+        if self.fault.command != "train":
+            return (self.run_folder / "critic").exists()
         return (self.run_folder / "checkpoints" / f"step-{STEPS}" / checkpoints.MANIFEST).exists()
 
     def _judge(self, outcome: Outcome, output: str) -> None:
@@ -181,6 +187,11 @@ class Trial:
         return next(reversed(exact or (named if went_on else [])), "").strip()
 
     def _check(self) -> None:
+        if self.fault.command != "train":
+            assert json.loads((self.run_folder / "critic" / "pretraining.json").read_text())["batches"] == STEPS
+            with Ledger(self.run_folder / "journal") as ledger:
+                ledger.check()
+            return
         story = kills.Story(self.folder, self.folder, self.fault.learner, 7, steps=STEPS)
         story.check()
 

@@ -73,6 +73,16 @@ TABLE = [
     *_writes("trajectories", "/trajectories", "torch"),
     *_renames("trajectories", "/trajectories", "torch"),
     Fault("trajectories", "/trajectories", "mkdir", "EROFS", FOR_EVER, learner="torch"),
+    # a critic that is pretrained
+    *[
+        Fault("critic", path, call, kind, times, learner="torch", command="pretrain-value")
+        for path, call, kind, times in (
+            ("/.critic.tmp/", "write", "ENOSPC", ONCE),
+            ("/.critic.tmp/", "write", "EIO", FOR_EVER),
+            ("/.critic.tmp", "rename", "EDQUOT", ONCE),
+            ("/.critic.tmp", "mkdir", "EROFS", FOR_EVER),
+        )
+    ],
     # telemetry
     *_writes("metrics", "metrics.jsonl"),
     *_writes("metrics", "metrics.jsonl", nth=4),

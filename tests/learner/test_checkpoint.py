@@ -210,6 +210,18 @@ def test_a_full_disk_leaves_the_last_good_one_and_says_so(make, tmp_path, monkey
     assert newest(tmp_path / "c")[0].step == 3
 
 
+@pytest.mark.parametrize("place", ["save.staged", "save.state", "save.model", "save.manifest"])
+def test_a_disk_that_is_full_for_a_moment_costs_nothing(make, tmp_path, monkeypatch, place):
+    learner = make()
+    train(learner, 2)
+    saver = Checkpointer(learner, tmp_path / "c")
+    faults._reached.clear()
+    monkeypatch.setenv(faults.FAIL, f"{place}:1")
+    assert saver.save(1, [(0, 0)]) is None and saver.finish() is None
+    found, ignored = newest(tmp_path / "c")
+    assert found.step == 2 and not ignored and len(list((tmp_path / "c").iterdir())) == 1
+
+
 def test_a_file_that_the_system_refuses_to_write_is_a_failed_save(tmp_path, tiny_model):
     """A real limit of the operating system, in the middle of a shard."""
     code = f"""

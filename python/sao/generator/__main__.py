@@ -53,7 +53,7 @@ def main() -> int:
         asyncio.new_event_loop().run_until_complete(_run(arguments))
         return DONE
     except Exception as error:
-        log.error("%s: %s", type(error).__name__, error, exc_info=not isinstance(error, Error))
+        log.error("%s: %s", type(error).__name__, error, exc_info=not isinstance(error, Error | OSError))
         return BAD_CONFIG if isinstance(error, ConfigError) else FAILED
 
 

@@ -262,6 +262,42 @@ fn a_new_segment_is_short_and_says_what_it_no_longer_lists() {
     Ledger::open(None, 0).unwrap().roll(3).unwrap();
 }
 
+/// A second sync of the same file may succeed without what the first has lost, so a new one is written.
+#[test]
+fn after_a_sync_that_failed_everything_that_lives_is_written_anew() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("journal");
+    let mut ledger = open(&path);
+    story(&mut ledger, |_| {});
+    ledger.flush().unwrap();
+    let before = (facts(&ledger), kept(&ledger));
+    assert!(!ledger.broken());
+    ledger.mend().unwrap();
+    assert!(segment(&path, 1).exists(), "nothing was to be mended");
+
+    let failure = std::io::Error::from_raw_os_error(5);
+    let told = ledger.failed(&failure).to_string();
+    assert!(
+        told.contains("00000001.journal: cannot be synced"),
+        "{told}"
+    );
+    assert!(ledger.broken());
+    let refused = ledger.record(&Event::Note(b"lost".to_vec())).unwrap_err();
+    assert_eq!(refused.to_string(), told);
+    assert_eq!(ledger.flush().unwrap_err().to_string(), told);
+
+    ledger.mend().unwrap();
+    assert!(!ledger.broken() && !segment(&path, 1).exists());
+    assert_eq!((facts(&ledger), kept(&ledger)), before);
+    start(&mut ledger, 3);
+    ledger.flush().unwrap();
+    let after = (facts(&ledger), kept(&ledger));
+    drop(ledger);
+    let again = open(&path);
+    assert_eq!((facts(&again), kept(&again)), after);
+    assert!(again.damage().is_empty());
+}
+
 #[test]
 fn the_disk_is_bounded_by_what_lives() {
     let folder = tempfile::tempdir().unwrap();
