@@ -11,6 +11,7 @@ from scripted import Reply, ScriptedEngine
 from tiny_model import CHATML, make_tokenizer
 from tokenizers import AddedToken
 
+from sao.agents.request import ModelCall
 from sao.agents.session import AgentSession
 from sao.config import parse
 from sao.engines.base import Request
@@ -144,7 +145,7 @@ def test_agents_that_drop_reasoning_get_what_the_template_shows(tmp_path: Path) 
         session = AgentSession(Recorder(engine, renderer, config, Assignment(0, 0, 1, "train"), 3), (0.0, 1.0))
         messages: tuple[Message, ...] = (Message("user", "start"),)
         for role in ("tool", "user", "tool", "end"):
-            said = await session.complete(messages)
+            said = await session.complete(ModelCall(messages))
             messages += (Message("assistant", said.text), Message(role, "more"))
         prompts = [renderer._tokenizer.decode(request.prompt_ids.tolist()) for request in engine.requests]
         return session.trajectory(Termination("truncated", "max_turns"), 0.0), prompts

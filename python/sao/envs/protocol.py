@@ -106,6 +106,29 @@ class Environment(Protocol):
         """Frees what the environment holds; called once, also after a failure or a cancelled call."""
 
 
+@runtime_checkable
+class ToolEnvironment(Protocol):
+    """An environment with tools: as `Environment`, but it takes the policy's turn as it was read.
+
+    Each call of a turn has an id. A result that is not `done` begins with the results of the turn's calls, messages of
+    role `tool` with these ids in this order (`sao.envs.tools.Tools` makes them), other messages behind.
+    """
+
+    reward_range: tuple[float, float]
+    replayable: bool
+    tools: str
+    """A JSON list of function schemas, as the OpenAI API has them; read once, behind `reset`."""
+
+    async def reset(self, seed: int, split: str) -> tuple[Message, ...]:
+        """See `Environment`."""
+
+    async def act(self, turn: Message) -> StepResult:
+        """Takes the policy's turn: content, reasoning and calls. A call that could not be read is in the content."""
+
+    async def close(self) -> None:
+        """See `Environment`."""
+
+
 class SingleTask(Generic[T]):
     """The common part of environments that hold nothing but the task that is played: rewards in [0, 1], replayable."""
 
@@ -194,8 +217,23 @@ def check_messages(messages: Any, what: str) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def check_step(result: Any, reward_range: tuple[float, float]) -> StepResult:
-    """A step's result, checked: reward present when done and in range always, messages present unless done.
+def check_tools(tools: Any) -> str:
+    """The schemas of an environment's tools. Raises `EnvironmentFailure("bad_tools")` unless they are a JSON list of
+    functions with names.
+    """
+    try:
+        found = json.loads(tools) if isinstance(tools, str) else None
+        named = [one["function"]["name"] for one in found or () if one["type"] == "function"]
+    except (ValueError, TypeError, KeyError):
+        found, named = None, []
+    if not isinstance(found, list) or len(named) != len(found) or not is_unicode(tools):
+        raise EnvironmentFailure("bad_tools", f"tools: {tools!r:.300}, expected a JSON list of function schemas")
+    return tools if found else ""
+
+
+def check_step(result: Any, reward_range: tuple[float, float], calls: Sequence[ToolCall] | None = None) -> StepResult:
+    """A step's result, checked: reward present when done and in range always, messages present unless done, first of
+    them the results of `calls`, if these are given.
 
     Raises `EnvironmentFailure` with reason "bad_result", "bad_reward" or "bad_messages".
     """
@@ -205,4 +243,9 @@ def check_step(result: Any, reward_range: tuple[float, float]) -> StepResult:
     if result.done or reward is not None:
         reward = check_reward(reward, reward_range)
     messages = () if result.done else check_messages(result.messages, "step.messages")
+    if messages and calls is not None:
+        wanted, got = [call.id for call in calls], [m.tool_call_id for m in messages if m.role == "tool"]
+        if got != wanted or any(message.role != "tool" for message in messages[: len(wanted)]):
+            text = f"step.messages: results of the calls {got}, expected {wanted}, in this order and first"
+            raise EnvironmentFailure("bad_messages", text)
     return StepResult(messages, reward, result.done)

@@ -82,7 +82,8 @@ def make(name: str, /, **args: Any) -> Environment:
     except ValueError:  # a signature that cannot be read (some native classes): the call itself will tell
         pass
     environment = build(**args)
-    calls = ("play",) if hasattr(environment, "play") else ("reset", "step")  # it asks for turns, or is asked
+    asked = ("reset", "act", "tools") if hasattr(environment, "act") else ("reset", "step")
+    calls = ("play",) if hasattr(environment, "play") else asked  # it asks for turns, or is asked
     missing = [member for member in ("reward_range", "replayable", *calls, "close") if not hasattr(environment, member)]
     if missing:
         raise ConfigError(f"env.name: {name!r} is no environment: it lacks {', '.join(missing)}")

@@ -18,7 +18,9 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from sao.envs.protocol import Environment, check_messages, check_step
+import numpy as np
+
+from sao.envs.protocol import Environment, StepResult, ToolEnvironment, check_messages, check_step, check_tools
 from sao.errors import EnvironmentFailure
 from sao.rollout.compaction import Compaction, Compactor
 from sao.rollout.recorder import Recorder
@@ -33,7 +35,7 @@ log = logging.getLogger(__name__)
 
 async def run_episode(
     recorder: Recorder,
-    env: Environment,
+    env: Environment | ToolEnvironment,
     *,
     compactor: Compactor | None = None,
     calls: asyncio.Semaphore | None = None,
@@ -65,11 +67,16 @@ async def run_episode(
 
 class _Episode:
     def __init__(
-        self, recorder: Recorder, env: Environment, compactor: Compactor | None, calls: asyncio.Semaphore | None
+        self,
+        recorder: Recorder,
+        env: Environment | ToolEnvironment,
+        compactor: Compactor | None,
+        calls: asyncio.Semaphore | None,
     ) -> None:
         self.recorder, self.env, self.config = recorder, env, recorder.config
         context, reasoning = self.config.sampling.context_tokens, self.config.model.reasoning
-        self.window = Window(recorder.renderer, context, reasoning=reasoning)
+        self.new_window = partial(Window, recorder.renderer, context, reasoning=reasoning)
+        self.window = self.new_window()
         self.compactor, self.calls = compactor, calls
         self.compaction: Compaction | None = None
         self.turn_rewards: list[tuple[int, int, float]] = []
@@ -78,8 +85,13 @@ class _Episode:
             recorder.replay.send = None
 
     async def play(self) -> Trajectory:
-        recorder, task, window = self.recorder, self.recorder.assignment, self.window
+        recorder, task = self.recorder, self.recorder.assignment
         first = check_messages(await self.call("reset", partial(self.env.reset, task.seed, task.split)), "reset")
+        if isinstance(self.env, ToolEnvironment):
+            self.window = self.new_window(check_tools(self.env.tools))
+            if not recorder.renderer.renders_tools:
+                raise EnvironmentFailure("no_tools", f"the chat template of {self.config.model.path} knows no tools")
+        window = self.window
         recorder.replay.opened(first)
         window.rebuild(first)
         if window.room_tokens <= 0:
@@ -92,8 +104,7 @@ class _Episode:
             limit = min(self.config.sampling.max_response_tokens, window.room_tokens)
             completion, window.segment = await recorder.sample(window.ids, limit, window.segment)
             window.sampled(completion.token_ids)
-            text = recorder.renderer.decode(completion.token_ids)
-            result = check_step(await self.call("step", partial(self.env.step, text)), self.env.reward_range)
+            result = await self.step(completion.token_ids)
             recorder.replay.observed(result.messages, result.reward, done=result.done)
             if result.done:
                 assert result.reward is not None
@@ -110,6 +121,16 @@ class _Episode:
             if reason is not None:
                 return self.truncated(reason)
             recorder.replay.over()
+
+    async def step(self, token_ids: np.ndarray) -> StepResult:
+        """Gives the environment the turn that was sampled last, and checks its answer."""
+        env, calls = self.env, None
+        if isinstance(env, ToolEnvironment):
+            turn = self.window.turn
+            step, calls = partial(env.act, turn), turn.tool_calls
+        else:
+            step = partial(env.step, self.recorder.renderer.decode(token_ids))
+        return check_step(await self.call("step", step), env.reward_range, calls)
 
     async def call(self, what: str, call: Callable[[], Awaitable[Any]]) -> Any:
         """A call of the environment, in its turn (`env.concurrency`) and within its deadline."""

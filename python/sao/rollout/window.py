@@ -50,6 +50,7 @@ class Window:
         self.steps: list[Step] = []
         self.renewed = 0
         self._turn: Message | None = None
+        self._n_calls = 0
         self._acted = self._stepped = 0  # end of the last turn, and of the last step
         self._written = 0  # first steps that `ids` hold as the template writes them, not as they were sampled
 
@@ -65,10 +66,13 @@ class Window:
 
     @property
     def turn(self) -> Message:
-        """The last turn, read: content, reasoning and calls."""
+        """The last turn, read: content, reasoning and calls, each with an id that is unique in the rollout."""
         if self._turn is None:
             sampled, prompt = self.ids[self._stepped : self._acted], self.ids[: self._stepped]
-            self._turn = self._renderer.read(sampled, prompt, self._tools)
+            turn = self._renderer.read(sampled, prompt, self._tools)
+            first, self._n_calls = self._n_calls, self._n_calls + len(turn.tool_calls)
+            calls = [replace(call, id=f"call{number:05}") for number, call in enumerate(turn.tool_calls, first)]
+            self._turn = replace(turn, tool_calls=tuple(calls))
         return self._turn
 
     def rebuild(self, messages: Sequence[Message], carry: int = 0) -> None:
