@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents.tool_agents import call_text, check_books, configuration, sampled
 from agents.tool_agents import Recording as Engine
+from agents.tool_agents import call_text, check_books, configuration, sampled
 from rollout.families import folder, templates
 from scripted import Reply
 
