@@ -58,6 +58,15 @@ def test_every_name_that_the_package_exports_is_in_the_reference(site: Path) -> 
         assert re.search(rf'id="?sao\.[\w.]*\b{name}\b', page), name
 
 
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
+def test_the_search_works_from_a_disk_without_a_network(site: Path) -> None:
+    page = f"file://{site}/index.html?q=windowed"
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND"]
+    command = ["chromium", *options, "--virtual-time-budget=20000", "--dump-dom", page]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert re.search(r"\d matching documents", done.stdout), done.stderr[-2000:]
+
+
 @pytest.mark.parametrize(
     ("page", "faults"),
     [
