@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 configuration or usage, 130 interrupted. Nothing
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,10 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the chosen command."""
+        from sao.storage import surroundings
+
         try:
+            surroundings.prepare()
             return super().invoke(ctx)
         except ConfigError as error:
             for line in str(error).splitlines():
@@ -273,6 +277,12 @@ def _root(version: Annotated[bool, typer.Option("--version", help="print the ver
 
 def main() -> None:
     """Entry point of the console script."""
+    from sao.storage import surroundings
+
+    if sys.getfilesystemencoding() != "utf-8":  # a locale of long ago: paths and texts are UTF-8 all the same
+        begin = [sys.executable, "-m", "sao.cli"]
+        os.execve(begin[0], [*begin, *sys.argv[1:]], {**os.environ, "PYTHONUTF8": "1"})
+    surroundings.open_streams()
     app()
 
 

@@ -78,7 +78,8 @@ def test_a_command_per_episode(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def sleepers() -> list[psutil.Process]:
-    return [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", SLEEP_S]]
+    found = [p for p in psutil.process_iter(["cmdline", "status"]) if p.info["cmdline"] == ["sleep", SLEEP_S]]
+    return [p for p in found if p.info["status"] != psutil.STATUS_ZOMBIE]  # killed, but its new parent is late
 
 
 @pytest.mark.parametrize("reward", ["posted", "last_line"])
@@ -262,3 +263,30 @@ def test_an_agent_that_hung_up_while_it_waited_gets_no_session(tiny_model: Path,
                 return await asyncio.wait_for(playing, 5)
 
     assert asyncio.run(main()).reward == 1.0
+
+
+SHOWS = """
+import json, os, sys
+wanted = {"HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "PROJECT_TOKEN", "PATH"}
+print(json.dumps({"reward": sum(2 ** at for at, name in enumerate(sorted(wanted)) if name in os.environ) / 32}))
+"""
+
+
+@pytest.mark.parametrize(("inherit", "names"), [((), {"PATH"}), (("PROJECT_*",), {"PATH", "PROJECT_TOKEN"})])
+def test_an_agent_gets_no_secret_of_ours_unless_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inherit: tuple[str, ...], names: set[str]
+) -> None:
+    every = sorted({"HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "PROJECT_TOKEN", "PATH"})
+    for name in every:
+        monkeypatch.setenv(name, os.environ.get(name, "secret"))
+    program = tmp_path / "shows.py"
+    program.write_text(SHOWS)
+    env = Agent([sys.executable, str(program)], reward="last_line", inherit=inherit)
+    code, out, err = asyncio.run(env.run(env.command, {}))
+    assert code == 0, err
+    assert json.loads(out)["reward"] == sum(2**at for at, name in enumerate(every) if name in names) / 32
+
+
+def test_what_is_inherited_is_a_list_of_names() -> None:
+    with pytest.raises(ConfigError, match=r"env\.args\.inherit: 'HF_TOKEN', expected a list of names"):
+        Agent(["true"], inherit="HF_TOKEN")

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from sao.envs.protocol import check_choice
 from sao.errors import ConfigError, EnvironmentFailure
 from sao.storage.parent_death import under_parent
+from sao.storage.surroundings import inherited
 
 Start = Literal["episode", "once", "never"]
 RewardFrom = Literal["posted", "last_line"]
@@ -65,7 +66,8 @@ class Agent:
     reward: posted: by HTTP, with the reward key of the session. last_line: the last line of the program's output, a
         number or `{"reward": number}`; only with start = "episode".
     reward_range: smallest and largest reward. replayable: whether a lost episode may be started again from its seed.
-    cwd: folder that the program runs in. environment: further variables.
+    cwd: folder that the program runs in. environment: further variables. inherit: names of variables of ours that it
+        gets beside those of `sao.storage.surroundings.FOR_AGENTS`, `*` for any end.
     on_error: of a program that ends with another exit code than 0 behind a turn of the policy. failure: the episode is
         left out of training, for the program may be at fault. lowest_reward: the policy is (many libraries raise when
         it does not answer in the form that they ask for), and gets the smallest reward.
@@ -83,6 +85,7 @@ class Agent:
         replayable: bool = True,
         cwd: str | None = None,
         environment: Mapping[str, str] | None = None,
+        inherit: Sequence[str] = (),
         on_error: OnError = "failure",
         strict: bool = False,
     ) -> None:
@@ -97,6 +100,9 @@ class Agent:
             raise ConfigError(f"env.args.command: {command!r}, expected {wanted}")
         if reward == "last_line" and start != "episode":
             raise ConfigError(f"env.args.reward: 'last_line' needs start = 'episode', it is {start!r}")
+        if isinstance(inherit, str) or not all(isinstance(name, str) for name in inherit):
+            raise ConfigError(f"env.args.inherit: {inherit!r}, expected a list of names")
+        self._inherited = inherited(os.environ, inherit)
         self._cwd, self._more = Path(cwd or ".").expanduser().resolve(), dict(environment or {})
         if not self._cwd.is_dir():
             raise ConfigError(f"env.args.cwd: {cwd}: no such folder")
@@ -110,7 +116,7 @@ class Agent:
 
     def _check_program(self, name: str) -> None:
         """Looks a program up as it will be: in the folder and with the PATH that it will have."""
-        path = {**os.environ, **self._more}.get("PATH")
+        path = {**self._inherited, **self._more}.get("PATH")
         if shutil.which(self._cwd / name if "/" in name else name, path=path) is None:
             where = f"from {self._cwd}" if "/" in name else "in PATH"
             raise ConfigError(f"env.args.command: {name!r} is no program {where}")
@@ -136,7 +142,7 @@ class Agent:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 cwd=self._cwd,
-                env=without_proxy({**os.environ, **self._more, **variables}),
+                env=without_proxy({**self._inherited, **self._more, **variables}),
                 start_new_session=True,
             )
         except OSError as error:

@@ -82,7 +82,7 @@ def _probe(program: str, package: str, *trial: str, keep: Sequence[int] = ()) ->
     try:
         for arguments in (trial, ("--version",)):
             done = subprocess.run(
-                [path, *arguments], capture_output=True, text=True, timeout=_PROBE_S, check=True, pass_fds=keep
+                [path, *arguments], capture_output=True, encoding="utf-8", timeout=_PROBE_S, check=True, pass_fds=keep
             )
     except (OSError, subprocess.SubprocessError) as error:
         return None, f"{path} does not work here: {getattr(error, 'stderr', None) or error}".strip()

@@ -61,7 +61,7 @@ def write_model(lm: Any, tensors: dict[str, dict[str, torch.Tensor]], config: Co
         lm.generation_config = generation
     (folder / "generation_config.json").unlink()  # the folder's own is copied, if it has one
     _write_index(folder)
-    described = json.loads((folder / "config.json").read_text())
+    described = json.loads((folder / "config.json").read_bytes())
     (folder / "config.json").write_text(json.dumps({**described, "dtype": config.model.dtype}, indent=2) + "\n")
     if "critic" in tensors:
         _save_critic(tensors["critic"], folder)

@@ -22,7 +22,7 @@ def replay(learner: Learner, records: list[Path], report: Path) -> None:
     """Replays the files of consecutive steps; rank 0 writes a list of comparisons as JSON. A collective."""
     found = [_replay(learner, read_step(path)) for path in records]
     if learner.world.rank == 0:
-        report.write_text(json.dumps(found))
+        report.write_text(json.dumps(found), encoding="utf-8")
 
 
 def _replay(learner: Learner, record: RecordedStep) -> dict[str, Any]:

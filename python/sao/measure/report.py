@@ -50,7 +50,7 @@ def show(topics: Sequence[str], *, quick: bool = False, json_file: Path | None =
         console.print(_table(topic, rows))
     console.print(", ".join(f"{name} {value}" for name, value in described.items()), style="dim", highlight=False)
     if json_file:
-        json_file.write_text(json.dumps({"machine": described, "topics": found}, indent=1) + "\n")
+        json_file.write_text(json.dumps({"machine": described, "topics": found}, indent=1) + "\n", encoding="utf-8")
 
 
 def shown_time(us: float) -> str:

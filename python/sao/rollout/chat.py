@@ -319,7 +319,7 @@ def _generation_ends(folder: Path) -> list[int]:
     if not path.is_file():
         return []
     try:
-        ends = json.loads(path.read_text()).get("eos_token_id")
+        ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"model.path: {path}: {error}") from error
     return [int(end) for end in (ends if isinstance(ends, list) else [ends]) if end is not None]

@@ -40,7 +40,10 @@ class Template(NamedTuple):
     def load(cls, shipped: str, file: str | None, field_name: str) -> "Template":
         """The shipped one, or a file's; a file's name carries a digest. Raises `ConfigError`."""
         if file is None:
-            return cls(shipped, (resources.files("sao.rollout") / "prompts" / f"{shipped}.txt").read_text().strip())
+            return cls(
+                shipped,
+                (resources.files("sao.rollout") / "prompts" / f"{shipped}.txt").read_text(encoding="utf-8").strip(),
+            )
         try:
             text = Path(file).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:

@@ -1,7 +1,9 @@
 """`sao doctor`: what this installation has, what it lacks and what a run would use. Cleans up after killed runs."""
 
 import json
+import os
 import platform
+import resource
 import shutil
 import subprocess
 import sys
@@ -21,9 +23,9 @@ from rich.text import Text
 import sao._core
 from sao.envs import registry, sandbox
 from sao.errors import Error
-from sao.runtime import folders, hosts, launch
-from sao.runtime.preflight import installed
-from sao.storage import ownership
+from sao.runtime import folders, hosts, machine
+from sao.runtime.preflight import FILES, installed
+from sao.storage import filesystem, ownership, surroundings
 from sao.transport.actor import Actor
 from sao.transport.client import Client
 from sao.transport.messages import GetSnapshot, Welcome
@@ -102,7 +104,7 @@ def _torch() -> Iterator[Finding]:
         return
     command = [sys.executable, "-c", _TORCH_PROBE]
     try:
-        probe = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_PROBE_S, check=True)
+        probe = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=TORCH_PROBE_S, check=True)
         has = json.loads(probe.stdout)
     except (subprocess.SubprocessError, ValueError) as error:
         detail = getattr(error, "stderr", "") or str(error)
@@ -133,9 +135,20 @@ def _version(package: str) -> str:
 
 
 def _machine() -> Iterator[Finding]:
-    memory = psutil.virtual_memory()
-    yield "cpus", "ok", f"{launch.available_cpus()} usable of {psutil.cpu_count()}"
-    yield "memory", "ok", f"{memory.available / GIB:.1f} GiB free of {memory.total / GIB:.1f} GiB"
+    yield "cpus", "ok", f"{machine.cpus()} usable of {psutil.cpu_count()}"
+    free, total = machine.memory()
+    limit = " (the limit of this container)" if total < psutil.virtual_memory().total else ""
+    yield "memory", "ok", f"{free / GIB:.1f} GiB free of {total / GIB:.1f} GiB{limit}"
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    yield "open files", "ok" if files >= FILES else "fault", f"{files} at most, {FILES} are needed (ulimit -n)"
+    home = os.environ.get("HOME", "")
+    if os.access(home, os.W_OK):
+        yield "home", "ok", home
+    else:
+        yield "home", "note", f"{home or 'none'} cannot be written: caches go to {os.environ.get('XDG_CACHE_HOME')}"
+    for place, folder in (("current folder", Path.cwd()), ("temporary files", surroundings.temporary_folder())):
+        missing = "; ".join(filesystem.faults(folder))
+        yield place, "note" if missing else "ok", f"{folder} ({filesystem.kind(folder)}){missing and ': '}{missing}"
     if not folders.SHARED_MEMORY.is_dir():
         yield "shared memory", "note", "no /dev/shm: weights go through the run folder"
         return

@@ -1,6 +1,5 @@
 """The commands of a run: which processes are started, with which arguments and thread counts."""
 
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,15 +91,10 @@ def everything(config: Config, places: Places) -> list[Command]:
     return [broker(config, places), *ranks, *generators]
 
 
-def available_cpus() -> int:
-    """CPUs that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _command(places: Places, role: str, name: str, threads: int, more: tuple[Any, ...], **variables: Any) -> Command:
     argv = (*_module(f"sao.{role}", places), *map(str, more))
     environment = dict.fromkeys(THREAD_VARIABLES, threads) | variables
-    environment |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"}
+    environment |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1", "PYTHONUTF8": "1"}
     handles = () if places.lock is None else (places.lock,)
     return Command(role, name, argv, {name: str(value) for name, value in environment.items()}, handles)
 

@@ -5,6 +5,8 @@ What can be known from the configuration alone is checked in `sao.config`; who u
 
 import importlib.util
 import json
+import os
+import resource
 import socket
 import subprocess
 import sys
@@ -18,16 +20,22 @@ from sao.envs import registry
 from sao.errors import ConfigError, EnvironmentFailure
 from sao.rollout import chat_template
 from sao.rollout.compaction import templates
-from sao.runtime import folders, launch
+from sao.runtime import folders, machine
 from sao.runtime import resume as resuming
-from sao.storage import model_folder
+from sao.storage import filesystem, model_folder, ownership, surroundings
 from sao.telemetry import sinks
 from sao.transport.keys import SUPERVISOR, client_keys, server_keys
 from sao.transport.messages import KEPT_VERSIONS
+from sao.transport.sockets import IPC_PATH_LIMIT
 
 Role = Literal["run", "broker", "learner", "generator", "eval"]
 """The thing that is about to be started here: a whole run, a part of a run that goes on elsewhere, or an evaluation."""
 TENSORS_S: Final = 300.0  # for the names and shapes of all tensors
+FILES: Final = 64  # open files of a process
+VLLM_TEMPORARY: Final = IPC_PATH_LIMIT - len("/sao-vllm-XXXXXXXX/") - 36  # its sockets are called by a UUID
+GPUS: Final = ("/dev/nvidiactl", "/dev/kfd")
+PROCESS_BYTES: Final = 150 << 20  # of a process with torch, whatever its model
+CHECKPOINT: Final = 3  # the weights and what an optimizer keeps of each
 PACKAGES: Final = ("torch", "transformers", "safetensors")
 
 
@@ -39,7 +47,7 @@ def check(
     With `resume` the run's folder must hold the run; otherwise it must be free, or hold a run and `overwrite` be given.
     `thorough`: also what learner and generators look at when they load: the names and shapes of all tensors.
     """
-    critic, faults, warnings = config.learner.critic_path, [], list(_warnings(config))
+    critic, faults, warnings = config.learner.critic_path, list(_machine(config)), list(_warnings(config))
     if role in ("run", "broker"):
         faults += [*_keys(config), *_metrics_port(config)]
         faults += [] if resume else _listens("transport.bind", config.transport.bind)
@@ -54,14 +62,58 @@ def check(
         faults += resuming.faults(config)
     elif role in ("run", "broker") and (fault := folders.run_folder_fault(config.folder, overwrite=overwrite)):
         faults.append(fault)
+    elif role in ("run", "broker"):
+        faults += _run_folder(config)
     if not faults and role != "broker":
         for fatal, warned in (_positions(config), *([_room(config)] if role in ("run", "learner") else [])):
             faults, warnings = [*faults, *fatal], [*warnings, *warned]
+        faults += _memory(config, role)
         if thorough:
             faults += [f"model.path: {config.model.path}: {fault}" for fault in _tensors(config.model.path)]
     if faults:
         raise ConfigError("\n".join(faults))
     return warnings
+
+
+def _machine(config: Config) -> Iterator[str]:
+    """What every part of a run needs of the machine, whatever it is to do."""
+    if not (machine.PROCESS / "stat").exists():
+        yield "/proc is not mounted: a run watches its processes by it; start the container with it"
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files < FILES:
+        yield f"open files: at most {files}, {FILES} are needed; raise it with ulimit -n, or --ulimit of a container"
+    temporary = surroundings.temporary_folder()
+    if not os.access(folders.SOCKETS, os.W_OK | os.X_OK):
+        path = os.fsencode(temporary / f"{ownership.PREFIX}XXXXXXXX" / "broker")
+        if len(path) > IPC_PATH_LIMIT:
+            text = f"paths of sockets would have {len(path)} bytes, {IPC_PATH_LIMIT} at most"
+            yield f"TMPDIR: {folders.SOCKETS} cannot be written, and in {temporary} {text}; choose a shorter one"
+    if config.generator.engine == "vllm" and len(os.fsencode(temporary)) > VLLM_TEMPORARY:
+        yield f"TMPDIR: {temporary} is too long for vLLM's sockets: at most {VLLM_TEMPORARY} bytes"
+
+
+def _run_folder(config: Config) -> Iterator[str]:
+    """Faults of the place of the run's folder, tried in what is there of it."""
+    folder = config.folder.resolve()
+    here = next(path for path in (folder, *folder.parents) if path.exists())
+    for fault in filesystem.faults(here):
+        if "flock" not in fault:  # that is warned of where the folder is taken
+            yield f"run.dir: {here} ({filesystem.kind(here)}): {fault}"
+
+
+def _memory(config: Config, role: Role) -> Iterator[str]:
+    """Memory that is certainly too little: of a container's limit, where what is computed lies in it."""
+    limit = machine.memory_limit()
+    if limit is None or any(Path(device).exists() for device in GPUS):
+        return
+    item_bytes = {"float32": 4, "bfloat16": 2, "float64": 8}[config.model.dtype]
+    weights = model_folder.weight_bytes(Path(config.model.path), item_bytes)
+    parts = {"run": config.generator.count + config.learner.ranks, "learner": 1}.get(role, 1)
+    models = (config.generator.count if role == "run" else 1) + (4 if role in ("run", "learner") else 0)
+    needed = parts * PROCESS_BYTES + models * weights
+    if needed > limit:
+        text = f"needs {needed / 1e6:.0f} MB at least, the limit of this container is {limit / 1e6:.0f} MB"
+        yield f"memory: {role} {text}; give it more (--memory), or lower generator.count"
 
 
 def _keys(config: Config) -> Iterator[str]:
@@ -130,10 +182,13 @@ def weights_bytes(config: Config) -> int:
 def _room(config: Config) -> tuple[list[str], list[str]]:
     """Faults and warnings of the room for weights: in shared memory, else in the run's folder."""
     needed = weights_bytes(config)
-    if (shared := folders.free_bytes(folders.SHARED_MEMORY)) > needed:
-        return [], []
     folder = config.folder.resolve()
     here = folders.free_bytes(next(path for path in (folder, *folder.parents) if path.exists()))
+    if here <= (saved := CHECKPOINT * needed // (KEPT_VERSIONS + 1)):
+        text = f"a checkpoint needs {saved / 1e6:.1f} MB at least, there are {here / 1e6:.1f} MB"
+        return [f"run.dir: {config.folder}: {text}"], []
+    if (shared := folders.free_bytes(folders.SHARED_MEMORY)) > needed:
+        return [], []
     text = (
         f"{KEPT_VERSIONS + 1} versions of the weights need {needed / 1e6:.1f} MB, {folders.SHARED_MEMORY} has"
         f" {shared / 1e6:.1f} MB"
@@ -158,7 +213,7 @@ def _positions(config: Config) -> tuple[list[str], list[str]]:
 def _tensors(path: str) -> list[str]:
     """`model_folder.tensor_faults` in a process of its own: this one never imports torch."""
     command = [sys.executable, "-m", "sao.storage.model_folder", path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TENSORS_S, check=False)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=TENSORS_S, check=False)
     try:
         return list(json.loads(done.stdout))
     except ValueError:
@@ -240,7 +295,7 @@ def _tokens(folder: Path, text: str) -> int | None:
 
 def _warnings(config: Config) -> Iterator[str]:
     generator, learner, transport, telemetry = config.generator, config.learner, config.transport, config.telemetry
-    threads, cpus = generator.count * generator.threads + learner.ranks * learner.threads, launch.available_cpus()
+    threads, cpus = generator.count * generator.threads + learner.ranks * learner.threads, machine.cpus()
     if threads > 2 * cpus:
         sums = "generator.count * generator.threads + learner.ranks * learner.threads"
         yield f"{sums} = {threads} threads on {cpus} CPUs"

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import psutil
 
+from sao.runtime import machine
 from sao.storage.parent_death import heeded, under_parent
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -37,6 +38,7 @@ class Child(subprocess.Popen[bytes]):
 
     def __init__(self, command: Command, log: Path | None, on_exit: Callable[[Self], None]) -> None:
         self.command, self._log, self._log_start_bytes, self._unwritten = command, log, 0, ""
+        self._killed_before = machine.killed_for_memory()
         with self._output() as output:
             if output and not isinstance(output, int):
                 self._log_start_bytes = output.tell()
@@ -65,9 +67,14 @@ class Child(subprocess.Popen[bytes]):
 
     @property
     def how_it_ended(self) -> str:
-        """`exit code 3` or `killed by SIGKILL`."""
+        """`exit code 3` or `killed by SIGKILL`, with the reason where the kernel had one."""
         code: int = self.returncode
-        return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        if code >= 0:
+            return f"exit code {code}"
+        killed = f"killed by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL and machine.killed_for_memory() > self._killed_before:
+            return f"{killed}: the memory of this container, {(machine.memory_limit() or 0) / 1e6:.0f} MB, was used up"
+        return killed
 
     @property
     def cpu_s(self) -> float:
@@ -120,6 +127,17 @@ class Family:
         """
         self._children.append(Child(command, log, on_exit))
         return self._children[-1]
+
+    def reap(self) -> None:
+        """Collects orphans of our descendants that have ended; children are collected by their watchers. They come to
+        us, as they would to process 1 of a container, and would stay as zombies.
+        """
+        watched = {child.pid for child in self._children}
+        with suppress(ChildProcessError):
+            while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if found.si_pid in watched:
+                    return  # its watcher is about to; the next time
+                os.waitpid(found.si_pid, os.WNOHANG)
 
     def terminate(self) -> None:
         """SIGTERM to the children that still run."""

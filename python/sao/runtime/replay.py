@@ -111,7 +111,7 @@ def _run(config: Config, paths: list[Path], checkpoint: Checkpoint | None) -> li
                     raise LearnerError(f"the replay failed ({child.how_it_ended}): {child.last_lines(1)}")
         except queue.Empty:
             raise LearnerError(f"the replay was not done within {LIMIT_S:g} s and was ended") from None
-        found: list[dict[str, Any]] = json.loads(report.read_text())
+        found: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))
         return found
 
 

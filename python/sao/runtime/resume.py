@@ -177,7 +177,7 @@ def _finished(config: Config, run_folder: Path, step: int) -> str:
 
 def _starts(run_folder: Path) -> int:
     try:
-        text = (run_folder / STARTS).read_text()
+        text = (run_folder / STARTS).read_text(encoding="utf-8")
     except FileNotFoundError:
         return 0
     if not text.strip().isdecimal():

@@ -179,6 +179,7 @@ class Supervisor:
         """Makes one call from the inbox, or none in this time, and looks at the clock."""
         with suppress(queue.Empty):
             self._inbox.get(timeout=timeout_s)()
+        self._family.reap()
         self._tick()
         now = time.monotonic()
         if self._outcome is not None:

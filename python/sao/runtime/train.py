@@ -12,7 +12,7 @@ from typing import Any
 from sao import __version__
 from sao import config as configuration
 from sao.config import Config
-from sao.runtime import folders, launch, preflight
+from sao.runtime import folders, launch, machine, preflight
 from sao.runtime import resume as resuming
 from sao.runtime.resume import Resume
 from sao.runtime.supervisor import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Outcome, Supervisor
@@ -66,8 +66,8 @@ def train(config: Config, *, overwrite: bool = False, resume: bool = False, alon
         resuming.remember_models(config, run_folder)
         private = held.enter_context(folders.private(run_folder, 0 if alone else preflight.weights_bytes(config)))
         monitor = held.enter_context(Monitor(config, run_folder, console))
-        machine = {"sao": __version__, "python": sys.version.split()[0], "cpus": launch.available_cpus()}
-        monitor.report("run", {**machine, "config": config.model_dump(mode="json")})
+        here = {"sao": __version__, "python": sys.version.split()[0], "cpus": machine.cpus()}
+        monitor.report("run", {**here, "config": config.model_dump(mode="json")})
         if found is not None:
             monitor.report("resume", found.record)
         for text in [*warnings, *monitor.warnings, *texts]:

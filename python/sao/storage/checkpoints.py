@@ -118,7 +118,7 @@ class Draft:
         """
         manifest = {"format": FORMAT, "step": self.step, **metadata, "files": _files(self.folder)}
         manifest["digest"] = _manifest_digest(manifest)
-        (self.folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        (self.folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for path in [*self.folder.rglob("*"), self.folder]:
             _sync(path)
         failpoint("save.manifest")

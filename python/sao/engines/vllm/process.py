@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
 import tempfile
 from collections.abc import Iterator
@@ -66,7 +65,7 @@ def text(error: BaseException) -> str:
 def environment(folder: Path, threads: int, devices: str | None = None) -> Iterator[None]:
     """The process environment that vLLM and its processes start with; put back afterwards. devices: its GPUs."""
     unless_set = {
-        "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"),
+        "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"),
         "VLLM_LOGGING_LEVEL": "WARNING",
         # oneDNN, on a CPU, keeps a kernel for every number of tokens in a batch, and after an update the context of all
         # requests is one batch of another size: the default, 1024 kernels, takes hundreds of MiB.
