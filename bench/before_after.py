@@ -258,8 +258,12 @@ def main() -> None:
             rows.append({"row": name, "before_us": before / 1e3, "after_us": after / 1e3, "ratio": ratio})
             print(f"{name:34} {before / 1e3:10.2f} us {after / 1e3:10.2f} us  {ratio:5.2f}", flush=True)
     RESULTS.mkdir(exist_ok=True)
+    file = RESULTS / "before_after.json"
+    kept = json.loads(file.read_text())["rows"] if file.exists() and arguments.sections else []
+    new = {row["row"] for row in rows}
+    rows = [row for row in kept if row["row"] not in new] + rows  # of sections that were not measured again
     result = {"machine": machine(), "rounds": arguments.rounds, "rows": rows}
-    (RESULTS / "before_after.json").write_text(json.dumps(result, indent=1) + "\n")
+    file.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
