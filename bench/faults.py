@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("word", nargs="?", default="", help="only combinations with it in their name")
     parser.add_argument("--workers", type=int, default=2, help="runs at once")
+    parser.add_argument("--missing", action="store_true", help="only those that have no result yet")
     given = parser.parse_args()
-    chosen = [fault for fault in TABLE if given.word in str(fault)]
+    told = {row["fault"]: row for row in json.loads(RESULT.read_text())["combinations"]} if RESULT.exists() else {}
+    there = set(told) if given.missing else set()
+    chosen = [fault for fault in TABLE if given.word in str(fault) and str(fault) not in there]
     os.environ["HF_HUB_OFFLINE"] = os.environ["TQDM_DISABLE"] = "1"
     from tiny_model import make_folder
 
@@ -49,6 +53,10 @@ def main() -> None:
             finally:
                 trial.remove()
             print(f"{number + 1}/{len(chosen)} {outcome.seconds:.0f} s {harness.show(outcome)}", flush=True)
+            told.pop(str(fault), None)
+            if not outcome.wrong:
+                told[str(fault)] = harness.described(outcome)
+                save(told)
             return outcome
 
         with ThreadPoolExecutor(given.workers) as pool:
@@ -56,14 +64,18 @@ def main() -> None:
     wrong = sum(bool(outcome.wrong) for outcome in outcomes)
     went_on = sum(outcome.went_on for outcome in outcomes)
     print(f"{len(outcomes)} combinations: {went_on} went on, {len(outcomes) - went_on} stopped, {wrong} wrong")
-    told = {str(outcome.fault): harness.described(outcome) for outcome in outcomes if not outcome.wrong}
-    if len(chosen) < len(TABLE) and RESULT.exists():
-        told = {row["fault"]: row for row in json.loads(RESULT.read_text())["combinations"]} | told
-    rows = [told[str(fault)] for fault in TABLE if str(fault) in told]
-    RESULT.write_text(json.dumps({"machine": machine(), "combinations": rows}, indent=1) + "\n")
-    if len(rows) == len(TABLE):
-        PAGE.write_text(page(json.loads(RESULT.read_text())))
     sys.exit(wrong != 0)
+
+
+def save(told: dict[str, dict[str, Any]]) -> None:
+    """Writes what is known by now, in the order of the table, and the page once nothing is missing."""
+    rows = [told[str(fault)] for fault in TABLE if str(fault) in told]
+    text = json.dumps({"machine": machine(), "combinations": rows}, indent=1) + "\n"
+    unfinished = RESULT.with_suffix(f".{threading.get_ident()}")
+    unfinished.write_text(text)
+    unfinished.replace(RESULT)
+    if len(rows) == len(TABLE):
+        PAGE.write_text(page(json.loads(text)))
 
 
 def page(result: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     scenario = sys.argv[2:]
     supervisor.GOODBYE_S = 1.0
+    supervisor.WORD_S = 60.0 if "word_comes_late" in scenario else 1.0
     launch._module = lambda module, places: (sys.executable, str(ACTORS), module, *places.arguments())
     config = parse(
         {

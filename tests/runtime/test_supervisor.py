@@ -130,6 +130,16 @@ def test_a_killed_process_is_named_with_its_signal(start):
     assert "broker ended unexpectedly (killed by SIGKILL)" in run.end()["reason"]
 
 
+def test_a_generator_that_leaves_in_order_is_replaced(start):
+    text = start("generator_leaves", "endless").until("event", "ended unexpectedly (exit code 0)")["text"]
+    assert "started again as incarnation 1" in text
+
+
+def test_a_generator_that_leaves_before_the_brokers_word_is_known_is_not(start):
+    run = start("generator_leaves", "word_comes_late")
+    assert run.end()["exit_code"] == 0 and not [r for r in run.records if r["kind"] == "event"]
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_run_whose_private_folder_is_removed_ends_with_a_word(start, which):
     run = start("endless")

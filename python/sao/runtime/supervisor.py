@@ -39,7 +39,7 @@ RESTARTS: Final = 3  # of one process within the window; one more ends the run
 RESTART_WINDOW_S: Final = 300.0
 START_S: Final = 60.0  # for the broker to answer
 GOODBYE_S: Final = 5.0  # between the broker's regular exit and its message that the run is done
-WORD_S: Final = 1.0  # between the broker's end with an error and its message why
+WORD_S: Final = 1.0  # between an actor's end that the broker knows of and the broker's message why
 SAVE_S: Final = 600.0  # for the learner's last checkpoint, after its last sign of work
 BUSY: Final = 0.05  # share of a CPU from which a process counts as at work
 PROGRESS_S: Final = 10.0  # between two lines on what is waited for at the end
@@ -116,6 +116,7 @@ class Supervisor:
         self._client: Client | None = None
         self._outcome: Outcome | None = None
         self._signals = self.last_step = 0
+        self._left = deque[tuple[float, Child]]()  # generators that have ended in order, and until when that is normal
         self._done_by, self._without_word = math.inf, "the broker ended before the run was done"
         self._waiting_since, self._stall_s = time.monotonic(), STALL_S
 
@@ -187,6 +188,10 @@ class Supervisor:
         if now > self._done_by:
             self._finish(EXIT_FAILED, self._without_word)
         used = (self._places.run_folder, self._places.weights_folder, self._places.store.parent)
+        while self._left and now > self._left[0][0]:
+            _, child = self._left.popleft()
+            if child.command.name not in self._running:
+                self._replace(child)
         if gone := [str(folder) for folder in used if not folder.is_dir()]:  # those who look for it would wait for ever
             self._finish(EXIT_FAILED, f"{' and '.join(gone)}: removed while the run was using it")
         if now - self._waiting_since > self._stall_s:
@@ -243,12 +248,17 @@ class Supervisor:
         child.kill_session()  # what it started must not outlive it
         if removed:
             return
-        if child.returncode == 0 and role != "generator":
-            # Regular. The learner may leave while a last evaluation goes on, the broker watches over that; after the
-            # broker itself only its message that the run is done can be on its way.
-            if role == "broker":
-                self._done_by = time.monotonic() + GOODBYE_S
-            return
+        if child.returncode != 0:
+            self._replace(child)
+        elif role == "generator":  # it was asked to stop: that the run is done may be on its way here
+            self._left.append((time.monotonic() + WORD_S, child))
+        elif role == "broker":  # only its message that the run is done can be on its way
+            self._done_by = time.monotonic() + GOODBYE_S
+        # The learner may leave while a last evaluation goes on; the broker watches over that.
+
+    def _replace(self, child: Child) -> None:
+        """Starts a new process in place of one that has ended before its time, or ends the run."""
+        name, role = child.command.name, child.command.role
         counted = name if role == "generator" else role
         if self._may_start_again(child) and self._restarts.permit(counted):
             self._start_again(child)
