@@ -13,7 +13,8 @@ import pytest
 from reasoning_gym.arithmetic.chain_sum import ChainSumDataset
 
 from sao.envs.protocol import Message
-from sao.envs.reasoning_gym import ReasoningGym, extract, in_thread
+from sao.envs.reasoning_gym import ReasoningGym, extract
+from sao.envs.threads import in_thread
 from sao.errors import ConfigError, EnvironmentFailure
 
 SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}

@@ -4,21 +4,16 @@ The policy is asked a question and to put its answer between tags; the content o
 `turns` above 1 a reply that is not fully right gets feedback, and the policy may try again; the last reply counts.
 """
 
-import asyncio
 import dataclasses
 import difflib
 import importlib
 import random
 import re
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 from sao.envs.protocol import Message, SingleTask, StepResult, belongs, check_integer, check_reward, check_split
+from sao.envs.threads import in_thread
 from sao.errors import ConfigError, EnvironmentFailure
-
-T = TypeVar("T")
 
 _DRAWS = 512  # after which a split is taken to be empty
 SYSTEM_PROMPT = "Answer the question. Write your final answer as <{tag}>ANSWER</{tag}>."
@@ -131,26 +126,3 @@ def extract(text: str, tag: str) -> str | None:
     head, close, _ = text.rpartition(f"</{tag}>")
     _, opened, content = head.rpartition(f"<{tag}>")
     return (content.strip() or None) if close and opened else None
-
-
-async def in_thread(call: Callable[[], T], limit_s: float, what: str) -> T:
-    """Runs `call` in a daemon thread of its own: one that hangs holds up neither others nor the end of the process.
-
-    Raises `EnvironmentFailure`: "timeout" after `limit_s` seconds, f"{what}_error" for anything that `call` raises.
-    """
-    done = Future[T]()
-    done.set_running_or_notify_cancel()  # a caller that leaves cancels its own wait only
-
-    def run() -> None:
-        try:
-            done.set_result(call())
-        except EnvironmentFailure as error:
-            done.set_exception(error)
-        except BaseException as error:  # code of others: whatever it raises is a failure with a reason
-            done.set_exception(EnvironmentFailure(f"{what}_error", f"{type(error).__name__}: {error}"))
-
-    threading.Thread(target=run, name=f"sao-{what}", daemon=True).start()
-    try:
-        return await asyncio.wait_for(asyncio.wrap_future(done), limit_s)
-    except TimeoutError:
-        raise EnvironmentFailure("timeout", f"{what} did not return within {limit_s:g} s") from None

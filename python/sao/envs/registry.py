@@ -23,6 +23,7 @@ _BUILT_IN = {
     "lookup": "sao.envs.lookup:Lookup",
     "recall": "sao.envs.recall:Recall",
     "workspace": "sao.envs.workspace:Workspace",
+    "dataset": "sao.envs.dataset:Dataset",
     "agent": "sao.envs.agent:Agent",
     "reasoning_gym": "sao.envs.reasoning_gym:ReasoningGym",
 }

@@ -88,8 +88,8 @@ class _Episode:
         recorder, task = self.recorder, self.recorder.assignment
         first = check_messages(await self.call("reset", partial(self.env.reset, task.seed, task.split)), "reset")
         if isinstance(self.env, ToolEnvironment):
-            self.window = self.new_window(check_tools(self.env.tools))
-            if not recorder.renderer.renders_tools:
+            self.window = self.new_window(tools := check_tools(self.env.tools))
+            if tools and not recorder.renderer.renders_tools:
                 raise EnvironmentFailure("no_tools", f"the chat template of {self.config.model.path} knows no tools")
         window = self.window
         recorder.replay.opened(first)

@@ -1,0 +1,29 @@
+"""The dataset example as the README shows it: made, checked, trained."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_example_of_the_readme_learns(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1", "COLUMNS": "300"}
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run("examples/quickstart/make_model.py", "runs/quickstart-model")
+    run("-m", "sao", "train", "examples/dataset/run.toml", "--dry-run")
+    output = run("-m", "sao", "train", "examples/dataset/run.toml")
+    found = re.search(r"held-out success: ([\d.]+) at step 0, then ([\d.]+) at step 40", output)
+    assert found is not None and float(found[2]) > max(0.9, float(found[1])), output
