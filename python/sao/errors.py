@@ -70,6 +70,7 @@ EXTRAS = {  # what an extra of `pyproject.toml` installs, by the name under whic
     "transformers": "train",
     "safetensors": "train",
     "vllm": "vllm",
+    "pyarrow": "envs",
     "reasoning_gym": "envs",
     "aiohttp": "agents",
     "tensorboard": "tracking",

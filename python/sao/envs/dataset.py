@@ -293,7 +293,9 @@ def _arrow(file: Path) -> _Table:
         pyarrow: Any = importlib.import_module("pyarrow")
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        raise ConfigError(f"env.args.path: {file}: needs the package pyarrow ({error})") from None
+        raise ConfigError(
+            f"env.args.path: {file}: needs the package pyarrow: pip install 'sao[envs]' ({error})"
+        ) from None
     try:
         if file.suffix == ".parquet":
             return _Table(str(file), parquet.read_table(file))
