@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from sao import __version__
-from sao.errors import ConfigError, Error, missing_package
+from sao.errors import ConfigError, Error, missing_package, printable
 
 
 class Commands(TyperGroup):
@@ -28,21 +28,21 @@ class Commands(TyperGroup):
             surroundings.prepare()
             return super().invoke(ctx)
         except ConfigError as error:
-            for line in str(error).splitlines():
-                typer.secho(f"error: {line}", fg="red", err=True)
+            for line in str(error).split("\n"):
+                typer.secho(printable(f"error: {line}"), fg="red", err=True)
             raise typer.Exit(2) from None
         except Error as error:
-            typer.secho(f"error: {type(error).__name__}: {error}", fg="red", err=True)
+            typer.secho(printable(f"error: {type(error).__name__}: {error}"), fg="red", err=True)
             raise typer.Exit(1) from None
         except ModuleNotFoundError as error:
             if (missing := missing_package(error, f"sao {ctx.invoked_subcommand}")) is None:
                 raise
-            typer.secho(f"error: {missing}", fg="red", err=True)
+            typer.secho(printable(f"error: {missing}"), fg="red", err=True)
             raise typer.Exit(2) from None
         except OSError as error:
             if error.filename is None:  # nothing that a user could look at
                 raise
-            typer.secho(f"error: {error.filename}: {error.strerror}", fg="red", err=True)
+            typer.secho(printable(f"error: {error.filename}: {error.strerror}"), fg="red", err=True)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None

@@ -4,6 +4,11 @@ The native core raises these same classes (see `rust/python/src/error.rs`).
 """
 
 
+def printable(text: str) -> str:
+    """Text from anywhere as a terminal may get it: a control character, which could move its cursor, is written out."""
+    return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in text)
+
+
 class Error(Exception):
     """Base of every exception that `sao` raises on purpose."""
 

@@ -290,3 +290,19 @@ def test_an_agent_gets_no_secret_of_ours_unless_it_is_named(
 def test_what_is_inherited_is_a_list_of_names() -> None:
     with pytest.raises(ConfigError, match=r"env\.args\.inherit: 'HF_TOKEN', expected a list of names"):
         Agent(["true"], inherit="HF_TOKEN")
+
+
+def test_a_program_that_cannot_begin_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    program = tmp_path / "p"
+    program.write_text("#!/nowhere/python -u\n")
+    program.chmod(0o755)
+    for command, said in (
+        (["~/p"], "a script for /nowhere/python, which is absent"),
+        (["true", "a\0b"], "no argument can hold a NUL"),
+        ("python 'x", "No closing quotation"),
+    ):
+        with pytest.raises(ConfigError, match=f"env.args.command: .*{said}"):
+            Agent(command)
+    program.write_text("#!/bin/sh\n")
+    assert Agent(["~/p"]).command == [str(program)]

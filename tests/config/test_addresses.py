@@ -89,3 +89,36 @@ def test_a_name_without_an_ipv4_address_is_spoken_to_over_ipv6(monkeypatch):
     assert addresses.is_ipv6("six")
     monkeypatch.setattr(socket, "getaddrinfo", found([socket.AF_INET6, socket.AF_INET]))
     assert not addresses.is_ipv6("both")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ("127.0.0.1:5", "127.0.0.1:5", True),
+        ("*:5", "127.0.0.1:5", True),
+        ("[::]:5", "tcp://[::1]:5", True),
+        ("LOCALHOST:5", "localhost:5", True),
+        ("127.0.0.1:5", "127.0.0.1:6", False),
+        ("127.0.0.1:0", "127.0.0.1:0", False),
+        ("10.0.0.1:5", "10.0.0.2:5", False),
+    ],
+)
+def test_overlap(one, other, expected):
+    assert addresses.overlap(one, other) is expected is addresses.overlap(other, one)
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"transport.weights_bind": "tcp://127.0.0.1:5903"}, "transport.weights_bind"),
+        ({"transport.weights_bind": "tcp://*:5903", "transport.allow_remote": "true"}, "transport.weights_bind"),
+        ({"generator.agents_bind": "127.0.0.1:5903", "generator.count": "1"}, "generator.agents_bind"),
+        ({"telemetry.prometheus_port": "5903"}, "telemetry.prometheus_port"),
+    ],
+)
+def test_one_port_for_two_is_refused_by_name(settings, field):
+    overrides = ["transport.bind=tcp://127.0.0.1:5903", *(f"{key}={value}" for key, value in settings.items())]
+    with pytest.raises(ConfigError) as caught:
+        parse({"env": {"name": "lookup"}, "model": {"path": "m"}}, overrides)
+    (line,) = str(caught.value).splitlines()
+    assert f"{field}: " in line and "transport.bind" in line

@@ -26,3 +26,20 @@ def test_a_home_that_is_not_known_is_named():
 
 def test_a_tilde_inside_a_name_stays():
     assert parse({"model": {"path": "a~b"}, "env": {"name": "lookup"}}).model.path == "a~b"
+
+
+def test_variables_are_expanded_where_they_are_set(tmp_path, monkeypatch):
+    monkeypatch.setenv("PLACE", str(tmp_path))
+    monkeypatch.delenv("NOWHERE", raising=False)
+    data = {"env": {"name": "lookup"}, "model": {"path": "${PLACE}/m"}}
+    assert parse(data, ['run.dir="$PLACE/runs"']).run.dir == f"{tmp_path}/runs"
+    assert parse(data).model.path == f"{tmp_path}/m"
+    with pytest.raises(ConfigError, match=r"run\.dir: the variable \$NOWHERE is not set"):
+        parse(data, ['run.dir="$NOWHERE/runs"'])
+    (tmp_path / "$5").mkdir()
+    assert parse(data, [f'run.dir="{tmp_path}/$5"']).run.dir == f"{tmp_path}/$5"
+
+
+def test_a_path_holds_no_nul():
+    with pytest.raises(ConfigError, match=r"run\.dir: a path holds no NUL"):
+        parse({"env": {"name": "lookup"}, "model": {"path": "m"}}, ['run.dir="a\\u0000b"'])

@@ -182,3 +182,39 @@ def test_a_dry_run_compares_all_tensors_with_the_architecture(run_file, tmp_path
     preflight.check(loaded)
     with pytest.raises(ConfigError, match=rf"model\.path: .* {lost}"):
         preflight.check(loaded, thorough=True)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "a\nb.safetensors", ".", "other.bin"])
+def test_an_index_names_nothing_outside_of_the_folder(run_file, model_folder, name):
+    shutil.copy(model_folder / "model.safetensors", model_folder.parent / "outside.safetensors")
+    (model_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+    (found,) = faults(run_file)
+    assert "model.safetensors.index.json names " in found and repr(name) in found
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"a": ', "null"])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "tokenizer.json"])
+def test_files_that_hold_no_object_are_named(run_file, model_folder, name, content):
+    (model_folder / name).write_text(content)
+    assert any(line.startswith(f"model.path: {model_folder / name} cannot be read") for line in faults(run_file))
+
+
+def test_a_link_to_nothing_is_named(run_file, model_folder):
+    (model_folder / "model.safetensors").unlink()
+    (model_folder / "model.safetensors").symlink_to("/nowhere/blob")
+    (found,) = faults(run_file)
+    assert "a link to /nowhere/blob, which is not there" in found
+
+
+def test_a_port_for_weights_that_is_taken_is_named(run_file):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (found,) = faults(
+            run_file, "transport.bind=tcp://127.0.0.1:5903", f"transport.weights_bind=tcp://127.0.0.1:{port}"
+        )
+    assert found.startswith("transport.weights_bind: ") and "in use" in found
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_its_kind(run_file, tmp_path):
+    (found,) = faults(run_file, 'run.dir="/proc/runs"')
+    assert found.startswith("run.dir: /proc (") and "cannot be written by user" in found

@@ -82,12 +82,13 @@ class AgentServer:
         await self._runner.setup()
         try:
             connections = Connections(self._runner.server)
-            self._listener = await asyncio.get_running_loop().create_server(connections, host, port)
+            every = None if host == "*" else host
+            self._listener = await asyncio.get_running_loop().create_server(connections, every, port)
         except OSError as error:
             raise ConfigError(f"generator.agents_bind: {host}:{port}: {error}") from error
         name, number = self._listener.sockets[0].getsockname()[:2]
         if name in ("0.0.0.0", "::"):  # an address to listen at is none to connect to
-            name = socket.gethostname()
+            name = _reachable("127.0.0.1" if name == "0.0.0.0" else "::1")
         self.base_url = f"http://{f'[{name}]' if ':' in name else name}:{number}/v1"
 
     async def close(self) -> None:
@@ -302,6 +303,15 @@ def _repeated(request: web.Request) -> bool:
 
 def _hung_up(request: web.Request) -> Callable[[], bool]:
     return lambda: request.transport is None or request.transport.is_closing()
+
+
+def _reachable(loopback: str) -> str:
+    """This host's name where it is known as an address, else the loopback address: a container may not know its own."""
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:
+        return loopback
+    return socket.gethostname()
 
 
 def _key(request: web.Request) -> str:

@@ -26,9 +26,20 @@ def split(address: str) -> tuple[str, int]:
 def is_loopback(host: str) -> bool:
     """Whether a host name or address is of this machine alone."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+        return host.lower() == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def overlap(one: str, other: str) -> bool:
+    """Whether nobody can listen at both: the same port, and the same host or one of them every interface."""
+    (host, port), (host_2, port_2) = split(one), split(other)
+    every = {host, host_2} & set(EVERY_INTERFACE)
+    return port == port_2 != 0 and (bool(every) or host.lower() == host_2.lower() or _same(host, host_2))
+
+
+def _same(host: str, other: str) -> bool:
+    return is_loopback(host) and is_loopback(other) and is_ipv6(host) == is_ipv6(other)
 
 
 def is_ipv6(host: str) -> bool:

@@ -7,9 +7,11 @@ values of the papers (SAO arXiv 2607.07508, CompactionRL arXiv 2607.05378) where
 
 import copy
 import datetime
+import itertools
 import json
 import tomllib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, get_args
 
@@ -64,6 +66,7 @@ class Config(sections.Section):
         if self.model.attention == "flash_attention_2" and self.model.dtype != "bfloat16":
             yield f"model.attention: flash_attention_2 needs model.dtype = bfloat16 (got {self.model.dtype})"
         yield from self._agents_address()
+        yield from self._same_port()
         if compaction.enabled:
             yield from self.compaction_threshold(1)[1]  # how long the request really is, only the tokenizer knows
             if compaction.merge_summary and not compaction.train_summaries:
@@ -83,6 +86,20 @@ class Config(sections.Section):
         if not addresses.is_loopback(host) and not self.transport.allow_remote:
             permit = "set transport.allow_remote = true to permit it"
             yield f"generator.agents_bind: {host} is not a loopback address; {permit}"
+
+    def _same_port(self) -> Iterator[str]:
+        port = self.telemetry.prometheus_port
+        listening = {
+            "transport.bind": self.transport.bind,
+            "transport.weights_bind": self.transport.weights_bind,
+            "generator.agents_bind": self.generator.agents_bind,
+            "telemetry.prometheus_port": port and f"127.0.0.1:{port}",
+        }
+        listening = {field: address for field, address in listening.items() if address and address != "ipc"}
+        for (field, address), (other, also) in itertools.combinations(listening.items(), 2):
+            with suppress(ValueError):  # what is no address is said already
+                if addresses.overlap(str(address), str(also)):
+                    yield f"{other}: {also}: nobody else can listen there, {field} = {address} does"
 
     def prompt_of(self, ordinal: int) -> int:
         """Number of the training task that rollout `ordinal` plays: the same for a group, and again after all tasks."""

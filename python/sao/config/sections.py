@@ -1,6 +1,8 @@
 """The sections of a run's configuration: every key with its unit, default and range."""
 
 import datetime
+import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -16,7 +18,16 @@ Day = Annotated[str, AfterValidator(lambda text: datetime.date.fromisoformat(tex
 
 
 def _expanded(path: str) -> str:
-    """A path with `~` and `~USER` expanded. Raises `ValueError` for a home that is not known."""
+    """A path with `~`, `~USER`, `$NAME` and `${NAME}` expanded, the last two unless there is a file of that very name.
+
+    Raises `ValueError` for a home or a variable that is not known.
+    """
+    if "\0" in path:
+        raise ValueError(f"a path holds no NUL (got {path!r})")
+    if "$" in path and not os.path.lexists(path):
+        path = os.path.expandvars(path)
+        if unknown := re.search(r"\$(\w+|\{[^}]*\})", path):
+            raise ValueError(f"the variable {unknown[0]} is not set (got {path!r})")
     try:
         return str(Path(path).expanduser()) if path.startswith("~") else path
     except RuntimeError:

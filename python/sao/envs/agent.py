@@ -89,7 +89,14 @@ class Agent:
         on_error: OnError = "failure",
         strict: bool = False,
     ) -> None:
-        self.command = shlex.split(command) if isinstance(command, str) else [str(part) for part in command]
+        try:
+            self.command = shlex.split(command) if isinstance(command, str) else [str(part) for part in command]
+        except ValueError as error:
+            raise ConfigError(f"env.args.command: {command!r}: {error}") from None
+        if any("\0" in part for part in self.command):
+            raise ConfigError(f"env.args.command: {command!r}: no argument can hold a NUL")
+        if self.command:
+            self.command[0] = os.path.expanduser(self.command[0])  # noqa: PTH111 - `./` stays
         check_choice("start", start, get_args(Start))
         check_choice("reward", reward, get_args(RewardFrom))
         check_choice("on_error", on_error, get_args(OnError))
@@ -117,9 +124,17 @@ class Agent:
     def _check_program(self, name: str) -> None:
         """Looks a program up as it will be: in the folder and with the PATH that it will have."""
         path = {**self._inherited, **self._more}.get("PATH")
-        if shutil.which(self._cwd / name if "/" in name else name, path=path) is None:
+        found = shutil.which(self._cwd / name if "/" in name else name, path=path)
+        if found is None:
             where = f"from {self._cwd}" if "/" in name else "in PATH"
             raise ConfigError(f"env.args.command: {name!r} is no program {where}")
+        try:
+            with Path(found).open("rb") as file:
+                begin, _, line = file.readline(256).partition(b"#!")
+        except OSError:  # it may be run, not read
+            return
+        if not begin and line.split() and not Path(runs := os.fsdecode(line.split()[0])).exists():
+            raise ConfigError(f"env.args.command: {name!r} is a script for {runs}, which is absent")
 
     async def play(self, seed: int, split: str, access: Access) -> float | None:
         """See `AgentEnvironment`. Failures: `agent_start`, `agent_exit`, `bad_reward`."""

@@ -53,6 +53,8 @@ def check(
         faults += [] if resume else _listens("transport.bind", config.transport.bind)
     if role != "broker":
         faults += [*_packages(config), *_model_folder("model.path", config.model.path, config.model.chat_template)]
+    if role in ("run", "learner") and config.transport.weights_bind and not resume:
+        faults += _listens("transport.weights_bind", config.transport.weights_bind)
     if role in ("run", "learner") and critic:
         faults += _model_folder("learner.critic_path", critic)
     if role in ("run", "generator", "eval"):
@@ -144,8 +146,6 @@ def _listens(field: str, address: str) -> Iterator[str]:
     family = socket.AF_INET6 if addresses.is_ipv6(host) else socket.AF_INET
     try:
         socket.create_server(("" if host == "*" else host.strip("[]"), port), family=family).close()
-    except socket.gaierror:  # the name of an interface, or one that only ZeroMQ understands
-        return
     except OSError as error:
         yield f"{field}: {address}: cannot listen: {error.strerror or error}"
 

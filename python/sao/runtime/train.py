@@ -143,6 +143,6 @@ def _summary(run_folder: Path, config: Config) -> list[str]:
             lines.append(f"curves: {config.folder / 'curves.png'}")
         except ImportError:
             pass  # matplotlib is not installed; the check before the run has said so
-        except OSError as error:
-            lines.append(f"no curves: {run_folder / 'curves.png'}: {error.strerror}")
+        except Exception as error:  # of a library that draws: the run is over, and well
+            lines.append(f"no curves: {run_folder / 'curves.png'}: {error}")
     return lines

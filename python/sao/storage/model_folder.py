@@ -22,6 +22,7 @@ from sao.storage import checkpoints
 INDEX: Final = "model.safetensors.index.json"
 WEIGHTS: Final = "model.safetensors"
 CRITIC: Final = "critic.safetensors"  # a critic of ours: backbone and head
+_OBJECTS: Final = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 _LFS: Final = b"version https://git-lfs.github.com/"
 _LEARNED_POSITIONS: Final = ("wpe", "embed_positions", "position_embedding", "position_embeddings")
 _LENGTHS: Final = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_seq_len")
@@ -48,6 +49,12 @@ def file_faults(folder: Path, *, weights: str | None = None, tokenizer: bool = T
             read_config(folder)
         except ConfigError as error:
             yield str(error)
+    for file in (folder / name for name in _OBJECTS if name not in pointers and (folder / name).is_file()):
+        try:
+            if not isinstance(json.loads(file.read_bytes()), dict):
+                yield f"{file} cannot be read: it holds no JSON object"
+        except (OSError, ValueError) as error:
+            yield f"{file} cannot be read: {error}"
     torn: list[str] = []
     if not pointers & {path.name for path in folder.glob("*.safetensors*")}:
         try:
@@ -63,11 +70,6 @@ def file_faults(folder: Path, *, weights: str | None = None, tokenizer: bool = T
         return
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         yield f"{folder} has no tokenizer.json"
-    elif (file := folder / "tokenizer.json").is_file() and file.name not in pointers:
-        try:
-            json.loads(file.read_bytes())
-        except (OSError, ValueError) as error:
-            yield f"{file} cannot be read: {error}"
 
 
 def _is_pointer(path: Path) -> bool:
@@ -130,13 +132,19 @@ def _index(folder: Path) -> dict[str, str]:
         return {}
     try:
         index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(file) for name, file in index.items()}
+        found = {str(name): str(file) for name, file in index.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    for name in found.values():  # nothing outside of the folder is read as a part of it
+        if name != Path(name).name or not name.endswith(".safetensors") or not name.isprintable():
+            raise ConfigError(f"{path} names {name!r}, expected the name of a *.safetensors file in the folder")
+    return found
 
 
 def _absent(folder: Path, name: str) -> str:
     """The text about weights that are not there under this name."""
+    if (folder / name).is_symlink():
+        return f"{name}: it is a link to {(folder / name).readlink()}, which is not there"
     if others := sorted(path.name for path in folder.glob("*.safetensors")):
         return f"{name}; {others[0]} is not read, since no {INDEX} names it"
     pickled = sorted(path.name for path in folder.glob("*.bin"))

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sao.config import Config
+from sao.errors import printable
 from sao.telemetry.metrics import watched
 
 RECENT = 32  # steps in the trend
@@ -35,9 +36,10 @@ class SteadyConsole(Console):
     """
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As rich's."""
+        """As rich's; texts hold what others said, and no control character of theirs reaches the terminal."""
+        shown = [printable(one) if isinstance(one, str) else one for one in objects]
         try:
-            super().print(*objects, **options)
+            super().print(*shown, **options)
         except OSError as error:
             self._silence(f"the output cannot be written any more ({error.strerror})")
 
