@@ -1,11 +1,14 @@
-"""Makes the virtual environments of agents of others: `agent_venvs.py FOLDER [NAME ...]`; each is made once.
+"""Makes the virtual environments of agents of others: `agent_venvs.py [NAME ...]`; each is made once.
+
+They go into the folder that SAO_AGENT_VENVS names, else into ~/.cache/sao/agents.
 
 Their packages exclude one another, and the product's own, so each library has an environment of its own.
 """
 
+import os
+import shutil
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 PACKAGES = {
@@ -19,23 +22,42 @@ PACKAGES = {
     "openai": ["openai==3.57.0"],
     "verifiers": ["verifiers==0.4.0"],
 }
+NEWER = {"harbor"}  # need Python 3.12
+ROOT = Path(os.environ.get("SAO_AGENT_VENVS") or Path.home() / ".cache" / "sao" / "agents")
+
+
+def python_of(name: str) -> Path | None:
+    """The interpreter of an environment; None where it is missing, or was made of other packages."""
+    done = ROOT / name / ".complete"
+    complete = done.is_file() and done.read_text() == "\n".join(PACKAGES[name])
+    return ROOT / name / "bin" / "python" if complete else None
+
+
+def maker(name: str) -> str | None:
+    """The Python that makes an environment: this one, or a newer one where it has to be; None when there is none."""
+    places = [str(place) for place in (Path.home() / ".pyenv" / "versions").glob("3.1[2-9]*/bin/python")]
+    for found in (sys.executable, "python3.12", "python3.13", *places) if name in NEWER else (sys.executable,):
+        new = "import sys; sys.exit(sys.version_info < (3, 12))" if name in NEWER else ""
+        if shutil.which(found) and not subprocess.run([found, "-c", new], stderr=subprocess.DEVNULL).returncode:
+            return found
+    return None
 
 
 def main() -> None:
-    root, names = Path(sys.argv[1]), sys.argv[2:] or list(PACKAGES)
-    for name in names:
-        folder = root / name
-        done = folder / ".complete"
-        wanted = "\n".join(PACKAGES[name])
-        if done.exists() and done.read_text() == wanted:
+    for name in sys.argv[1:] or PACKAGES:
+        if python_of(name):
+            continue
+        folder, python = ROOT / name, maker(name)
+        if python is None:
+            print(f"{name}: needs Python 3.12, none in PATH or ~/.pyenv", file=sys.stderr)
             continue
         print(f"making {folder}: {', '.join(PACKAGES[name])}", flush=True)
-        venv.create(folder, with_pip=True, clear=True)
+        subprocess.run([python, "-m", "venv", "--clear", folder], check=True)
         command = [folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", *PACKAGES[name]]
         if subprocess.run(command).returncode:
             print(f"{name}: could not be installed", file=sys.stderr)
             continue
-        done.write_text(wanted)
+        (folder / ".complete").write_text("\n".join(PACKAGES[name]))
 
 
 if __name__ == "__main__":

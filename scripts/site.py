@@ -43,7 +43,7 @@ def on_config(config: Any) -> Any:
     order = {path: place for place, path in reversed(list(enumerate(named)))}
     config.nav = ["index.md"]
     for section in SECTIONS:
-        pages = sorted((DOCS / section).glob("*.md"), key=lambda page: (order.get(page, len(named)), page.name))
+        pages = sorted((DOCS / section).rglob("*.md"), key=lambda page: (order.get(page, len(named)), page.name))
         config.nav.append({section.capitalize(): [_uri(page) for page in pages]})
     config.nav += ELSEWHERE
     return config

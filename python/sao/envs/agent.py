@@ -36,9 +36,10 @@ class Access(NamedTuple):
     reward_key: str
 
     def variables(self) -> dict[str, str]:
-        """The same as environment variables; the first two are those that the `openai` clients read."""
+        """The same as environment variables, among them those that the clients of OpenAI and Anthropic read."""
         names = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "SAO_MODEL", "SAO_REWARD_URL", "SAO_REWARD_KEY")
-        return dict(zip(names, self, strict=True))
+        anthropic = {"ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": self.api_key}
+        return dict(zip(names, self, strict=True)) | anthropic
 
 
 @runtime_checkable
