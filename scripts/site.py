@@ -18,6 +18,7 @@ DOCS = ROOT / "docs"
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 SECTIONS = ("tutorial", "how-to", "explanation", "reference", "results", "decisions")  # of the navigation
 ELSEWHERE = ("CHANGELOG.md", "CONTRIBUTING.md")  # pages of the navigation that lie outside of docs/
+README = "overview.md"  # in the site, where a README would be the index of its folder
 SHIM = '<script src="https://unpkg.com/iframe-worker/shim"></script>'
 WORKER = ROOT / "scripts" / "site_worker.js"
 LOADED = re.compile(
@@ -27,7 +28,8 @@ LOADED = re.compile(
 
 def _uri(path: Path) -> str:
     """Where a file of the repository lies in the site."""
-    return path.relative_to(DOCS if path.is_relative_to(DOCS) else ROOT).as_posix()
+    base = DOCS if path.is_relative_to(DOCS) else ROOT
+    return README if path == ROOT / "README.md" else path.relative_to(base).as_posix()
 
 
 def _links(page: Path) -> Iterator[Path]:
@@ -41,7 +43,7 @@ def on_config(config: Any) -> Any:
     """Pages in the order in which the table of `docs/index.md` names them, under the folders that they are in."""
     named = [path for path in _links(DOCS / "index.md") if path.suffix == ".md"]
     order = {path: place for place, path in reversed(list(enumerate(named)))}
-    config.nav = ["index.md"]
+    config.nav = ["index.md", {"Overview": README}]
     for section in SECTIONS:
         pages = sorted((DOCS / section).rglob("*.md"), key=lambda page: (order.get(page, len(named)), page.name))
         config.nav.append({section.capitalize(): [_uri(page) for page in pages]})
@@ -51,7 +53,8 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Any, config: Any) -> Any:
     """Adds what pages link to and is not in `docs/`, also what that links to."""
-    waiting = [path for page in DOCS.rglob("*.md") for path in _links(page)] + [ROOT / name for name in ELSEWHERE]
+    waiting = [ROOT / name for name in ("README.md", *ELSEWHERE)]
+    waiting += [path for page in DOCS.rglob("*.md") for path in _links(page)]
     while waiting:
         path = waiting.pop()
         if path.is_file() and path.is_relative_to(ROOT) and files.get_file_from_path(_uri(path)) is None:

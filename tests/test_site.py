@@ -17,7 +17,7 @@ import sao
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("docs", "python", "scripts", "examples", "bench")  # what the site is made of
-FILES = ("mkdocs.yml", "CHANGELOG.md", "CONTRIBUTING.md")
+FILES = ("mkdocs.yml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")
 
 
 def built(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
