@@ -106,3 +106,13 @@ def test_doctor_tells_what_is_here():
     for subject in ("python", "torch", "pyzmq", "environments", "cpus", "shared memory", "ipc", "engines"):
         assert subject in result.stdout
     assert "lookup" in result.stdout and "answer in" in result.stdout
+
+
+def test_sigterm_ends_process_1_of_a_container_before_a_run_begins():
+    """The kernel drops a signal for process 1 that has no handler."""
+    program = (
+        "import os, signal; real = os.getpid(); os.getpid = lambda: 1; from sao import cli;"
+        "cli.app = lambda: os.kill(real, signal.SIGTERM); cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "KeyboardInterrupt" in done.stderr

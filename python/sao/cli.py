@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 configuration or usage, 130 interrupted. Nothing
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -283,6 +284,8 @@ def main() -> None:
         begin = [sys.executable, "-m", "sao.cli"]
         os.execve(begin[0], [*begin, *sys.argv[1:]], {**os.environ, "PYTHONUTF8": "1"})
     surroundings.open_streams()
+    if os.getpid() == 1:  # of a container: the kernel drops a SIGTERM that has no handler, also before a run begins
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     app()
 
 

@@ -74,3 +74,12 @@ def test_a_broker_alone_needs_no_model(tmp_path: Path) -> None:
     preflight.check(resolved, role="broker")
     with pytest.raises(ConfigError, match=r"model\.path: m is not a folder"):
         preflight.check(resolved)
+
+
+def test_a_clock_that_is_put_back_gives_no_number_twice(tmp_path):
+    file = tmp_path / "hosts" / "g0.incarnation"
+    file.parent.mkdir()
+    assert hosts._after(file, 1000) == 1000
+    assert hosts._after(file, 500) == 1001 and hosts._after(file, 500) == 1002
+    file.write_text("torn \0")
+    assert hosts._after(file, 2000) == 2000 and file.read_text() == "2000"

@@ -230,8 +230,9 @@ async def _ended(pid: int) -> None:
 def without_proxy(environment: dict[str, str]) -> dict[str, str]:
     """The environment with this machine and the API's host outside of any proxy that it names."""
     api = urlsplit(environment.get("OPENAI_BASE_URL") or environment.get("SAO_AGENT_URL") or "").hostname
-    for name in ("no_proxy", "NO_PROXY"):
-        hosts = [host for host in environment.get(name, "").split(",") if host]
+    names = ("no_proxy", "NO_PROXY")  # libraries read either, and not the other one beside it
+    hosts = [host.strip() for name in names for host in environment.get(name, "").split(",") if host.strip()]
+    for name in names:
         environment[name] = ",".join(dict.fromkeys([*hosts, "localhost", "127.0.0.1", "::1", *([api] if api else [])]))
     return environment
 

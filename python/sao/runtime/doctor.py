@@ -161,7 +161,7 @@ def _machine() -> Iterator[Finding]:
 
 
 def _sockets() -> Iterator[Finding]:
-    folder = private_folder(ownership.PREFIX, str(folders.SOCKETS))
+    folder = private_folder(ownership.PREFIX, str(folders.sockets_base()))
     try:
         ownership.own(folder)  # so that it goes with the next start when this process is killed
         yield _reachable("ipc", f"ipc://{folder / 'doctor'}")

@@ -38,16 +38,20 @@ def private(run_folder: Path, weights_bytes: int = 0) -> Iterator[Private]:
 
     Weights go to the run folder where shared memory has less than `weights_bytes` free, or is not there.
     """
-    sockets = SOCKETS if os.access(SOCKETS, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
     weights = SHARED_MEMORY if free_bytes(SHARED_MEMORY) > weights_bytes else run_folder
     with ExitStack() as stack:
         made = []
-        for base in (sockets, weights):
+        for base in (sockets_base(), weights):
             folder = private_folder(PREFIX, str(base))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             own(folder)
             made.append(folder)
         yield Private(*made)
+
+
+def sockets_base() -> Path:
+    """The folder in which private folders for sockets are made."""
+    return SOCKETS if os.access(SOCKETS, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
 
 
 def free_bytes(folder: Path) -> int:

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -23,6 +24,7 @@ from sao.runtime import folders, launch, preflight, train
 from sao.runtime import resume as resuming
 from sao.runtime.processes import Command, Family, on_signals
 from sao.runtime.supervisor import EXIT_FAILED, EXIT_INTERRUPTED
+from sao.storage import durable
 from sao.transport.client import Client
 from sao.transport.keys import VISITOR, client_keys
 from sao.transport.messages import GetConfig, GetSnapshot, RunConfig, Snapshot
@@ -72,7 +74,7 @@ def generator(host: Host, name: str) -> int:
     config, places = _prepare(host, name)
     preflight.check(config, role="generator")
     # A number that no process of this name had before: its draws are new, and what is left of an earlier one is fenced.
-    incarnation = int(time.time() * 1000)
+    incarnation = _after(places.run_folder / "hosts" / f"{name}.incarnation", int(time.time() * 1000))
     return _run(config, places, lambda places: launch.generator(config, places, 0, incarnation, name))
 
 
@@ -92,6 +94,14 @@ def learner(host: Host, *, resume: bool = False) -> int:
         raise ConfigError(f"{places.run_folder}/checkpoints is not empty: pass --resume, or another --folder")
     places, torchrun = replace(places, checkpoint=checkpoint), "RANK" in os.environ
     return _run(config, places, lambda places: launch.learner(config, places, rank, torchrun))
+
+
+def _after(file: Path, now: int) -> int:
+    """`now`, or one more than the last number that the file holds where the clock was put back; it is kept there."""
+    with suppress(OSError, ValueError):
+        now = max(now, int(file.read_text(encoding="ascii")) + 1)
+    durable.write_text(file, str(now))
+    return now
 
 
 def ask(host: Host, question: GetConfig | GetSnapshot, name: str) -> dict[str, Any]:

@@ -85,11 +85,10 @@ def _machine(config: Config) -> Iterator[str]:
     if files < FILES:
         yield f"open files: at most {files}, {FILES} are needed; raise it with ulimit -n, or --ulimit of a container"
     temporary = surroundings.temporary_folder()
-    if not os.access(folders.SOCKETS, os.W_OK | os.X_OK):
-        path = os.fsencode(temporary / f"{ownership.PREFIX}XXXXXXXX" / "broker")
-        if len(path) > IPC_PATH_LIMIT:
-            text = f"paths of sockets would have {len(path)} bytes, {IPC_PATH_LIMIT} at most"
-            yield f"TMPDIR: {folders.SOCKETS} cannot be written, and in {temporary} {text}; choose a shorter one"
+    path = os.fsencode(folders.sockets_base() / f"{ownership.PREFIX}XXXXXXXX" / "broker")
+    if len(path) > IPC_PATH_LIMIT:
+        text = f"paths of sockets would have {len(path)} bytes, {IPC_PATH_LIMIT} at most"
+        yield f"TMPDIR: {folders.SOCKETS} cannot be written, and in {temporary} {text}; choose a shorter one"
     if config.generator.engine == "vllm" and len(os.fsencode(temporary)) > VLLM_TEMPORARY:
         yield f"TMPDIR: {temporary} is too long for vLLM's sockets: at most {VLLM_TEMPORARY} bytes"
 
