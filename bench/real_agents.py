@@ -76,7 +76,7 @@ def main() -> None:
     failed = [row["agent"] for row in rows if "error" in row]
     print(f"{len(rows) - len(failed)} of {len(rows)} configurations", *failed, sep="\n  ")
     if chosen == AGENTS:
-        packages = {name: venvs.PACKAGES[name] for name in {agent.venv for agent in AGENTS}}
+        packages = {name: venvs.PACKAGES[name] for name in sorted({agent.venv for agent in AGENTS})}
         FOUND.write_text(json.dumps({"machine": machine(), "packages": packages, "rows": rows}, indent=1) + "\n")
         head, mark, tail = PAGE.read_text().split("<!-- table -->")[0], "<!-- table -->", "<!-- end of table -->"
         rest = PAGE.read_text().split(tail)[1]

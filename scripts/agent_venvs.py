@@ -20,7 +20,7 @@ PACKAGES = {
     "harbor": ["harbor==0.25.0"],
     "anthropic": ["anthropic==2.14.0"],
     "openai": ["openai==3.57.0"],
-    "verifiers": ["verifiers==0.4.0"],
+    "verifiers": ["verifiers==0.4.0", "uv"],  # which starts programs with uv
 }
 NEWER = {"harbor"}  # need Python 3.12
 ROOT = Path(os.environ.get("SAO_AGENT_VENVS") or Path.home() / ".cache" / "sao" / "agents")

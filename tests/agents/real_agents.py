@@ -190,6 +190,7 @@ AGENTS = [
     Agent("Anthropic SDK", "anthropic", EXAMPLES / "anthropic_agent.py", tool, dialect="messages"),
     Agent("openai client, all set by hand", "openai", PROGRAMS / "openai_client.py", tool),
     Agent("litellm", "mini-swe-agent", PROGRAMS / "litellm_loop.py", _lines),
+    Agent("verifiers 0.4", "verifiers", EXAMPLES / "verifiers_agent.py", tool),
 ]
 
 
@@ -208,7 +209,11 @@ def play(agent: Agent, model: Path) -> tuple[Trajectory, Recording]:
         "agent",
         command=[str(python), str(agent.program), *([agent.argument] if agent.argument else [])],
         reward="last_line",
-        environment={"PYTHONPATH": str(EXAMPLES), "HOME": str(model), "PYTHONWARNINGS": "ignore"},
+        environment={
+            **{"PYTHONPATH": str(EXAMPLES), "HOME": str(model), "PYTHONWARNINGS": "ignore"},
+            "PATH": f"{Path(str(python)).parent}:{os.environ['PATH']}",
+            "UV_CACHE_DIR": os.environ.get("UV_CACHE_DIR") or str(Path.home() / ".cache" / "uv"),
+        },
     )
     config = configured(
         model,

@@ -11,6 +11,7 @@ from rollout.families import templates
 pytest.importorskip("aiohttp", reason="needs the extra `agents`")
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(not templates(), reason="trl is not installed: pip install --no-deps trl")
 @pytest.mark.parametrize("agent", AGENTS, ids=[agent.name for agent in AGENTS])
 def test_an_agent_plays_an_episode(tmp_path: Path, agent: Agent) -> None:
@@ -21,7 +22,7 @@ def test_an_agent_plays_an_episode(tmp_path: Path, agent: Agent) -> None:
 
 def test_every_example_is_played_and_stands_on_its_page() -> None:
     examples = {path for path in EXAMPLES.glob("*.py") if path.name != "task.py"}
-    assert examples <= {agent.program for agent in AGENTS}
+    assert examples - {EXAMPLES / "prices.py"} <= {agent.program for agent in AGENTS}
     pages = [page.read_text() for page in (EXAMPLES.parents[1] / "docs" / "how-to" / "agents").glob("*.md")]
     for example in examples:
         assert any(f"```python\n{example.read_text()}```" in page for page in pages), example
