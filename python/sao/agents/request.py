@@ -23,6 +23,7 @@ Note = Literal["overruled", "unforced", "ignored"]
 FinishReason = Literal["stop", "length", "tool_calls"]
 Conversation = tuple[Message, ...]
 MAX_STOPS = 16
+_EMPTY = {"description": "", "parameters": {"type": "object", "properties": {}}}  # some templates read both unasked
 _SAMPLING = {  # fields that shape sampling, and the values that change nothing
     "top_p": (1,),
     "top_k": (-1, 0),
@@ -178,7 +179,8 @@ def function_schemas(where: str, functions: Iterable[Any]) -> str:
             raise wrong(at, "expected a function with a name")
         if not isinstance(function.get("parameters") or {}, dict):
             raise wrong(f"{at}.parameters", "expected a JSON schema")
-        tools.append({"type": "function", "function": {k: v for k, v in function.items() if v is not None}})
+        given = {key: value for key, value in function.items() if value is not None}
+        tools.append({"type": "function", "function": _EMPTY | given})
     text = json.dumps(tools, ensure_ascii=False) if tools else ""
     if not is_unicode(text):
         raise wrong(where, "expected text without half of a surrogate pair")

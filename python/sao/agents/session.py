@@ -24,7 +24,16 @@ from typing import get_args
 import numpy as np
 
 from sao.agents.history import History, Point
-from sao.agents.request import ApiError, Conversation, FinishReason, ModelCall, Note, Turn, token_logprobs
+from sao.agents.request import (
+    ApiError,
+    Conversation,
+    FinishReason,
+    ModelCall,
+    Note,
+    Turn,
+    function_schemas,
+    token_logprobs,
+)
 from sao.engines.base import Watch
 from sao.envs.protocol import Message
 from sao.errors import EnvironmentFailure, Error
@@ -237,7 +246,7 @@ class AgentSession:
             if (point := found.point) is None:
                 return _Prompt(found.place, renderer.conversation(messages, call.tools), messages, rewritten=rewritten)
             prompt = self._behind(found.place, point, messages[found.at + 1 :], call.tools)
-            drifted = self._drifted(point, messages[found.at], call.tools)
+            drifted = self._drifted(point, messages[found.at])
             return replace(prompt, drifted=drifted, rewritten=rewritten)
         except EnvironmentFailure as error:  # the chat template refuses these roles
             raise ApiError(400, f"messages: {error.detail}", param="messages") from None
@@ -256,7 +265,7 @@ class AgentSession:
         calls = point.turn.message.tool_calls if messages and messages[0].role == "tool" else ()
         return self.recorder.renderer.observation(messages, int(point.ids[-1]), calls, tools)
 
-    def _drifted(self, point: Point, message: Message, tools: str) -> bool:
+    def _drifted(self, point: Point, message: Message) -> bool:
         """Whether the turn, as the agent sends it, would have other ids, were it encoded in a conversation."""
         renderer, turn = self.recorder.renderer, point.turn
         sent = message.content
@@ -270,11 +279,13 @@ class AgentSession:
         if calls:
             then = tuple(Message("tool", "b", (), call.id, call.name) for call in calls)
             whole = turn.message if not message.tool_calls else whole
+        # With the names of the tools alone: their schemas may be long, and stand before all that is compared.
+        tools = function_schemas("tools", ({"name": name} for name in sorted({call.name for call in calls})))
         sampled = point.ids[point.prompt_tokens :]
-        behind = renderer.observation(then, int(sampled[-1]), calls, tools if calls else "")
-        kept = np.concatenate([renderer.initial([first], tools if calls else ""), sampled, behind])
+        behind = renderer.observation(then, int(sampled[-1]), calls, tools)
+        kept = np.concatenate([renderer.initial([first], tools), sampled, behind])
         try:
-            encoded = renderer.conversation([first, whole, *then], tools if calls else "")
+            encoded = renderer.conversation([first, whole, *then], tools)
             self._drifts[key] = not np.array_equal(kept, encoded)
         except EnvironmentFailure:  # a template that cannot write such a turn again
             self._drifts[key] = True

@@ -128,6 +128,7 @@ class Reader:
         self._tokenizer, self._template = tokenizer, template
         self._special = _any_of(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
         self.opens, self._closes = self._reasoning()
+        self._compiled: dict[str, Any] = {}
         self._own = getattr(tokenizer, "response_template", None)
         self.calls = "own" if self._own else self._format(_any_of(ends))
 
@@ -158,7 +159,7 @@ class Reader:
 
     def _parse(self, turn: str, prompt: str, calls: str, tools: list[Any]) -> dict[str, Any]:
         if calls == "own":
-            return dict(self._tokenizer.parse_response(turn, prefix=prompt, tools=tools))
+            return dict(self._tokenizer.parse_response(turn, self._schema(calls), prefix=prompt, tools=tools))
         at = prompt.rfind(self.opens)
         behind = prompt[at + len(self.opens) :] if at >= 0 else self._closes
         opened = not (self._closes in behind or self._template.pattern.search(behind))
@@ -174,8 +175,17 @@ class Reader:
             return {"content": turn}  # the turn holds none of the frames that its format has for everything
         return found
 
-    def _schema(self, calls: str) -> dict[str, Any]:
-        """A response format as `tokenizer.parse_response` takes it."""
+    def _schema(self, calls: str) -> Any:
+        """A response format as `tokenizer.parse_response` takes it; compiled once, which takes longer than to parse."""
+        if calls not in self._compiled:
+            from transformers.utils.chat_parsing.response_templates import load_response_template
+
+            described: Any = self._own if calls == "own" else self._described(calls)
+            self._compiled[calls] = load_response_template(described)
+        return self._compiled[calls]
+
+    def _described(self, calls: str) -> dict[str, Any]:
+        """The same as a table of fields."""
         text = {"content": "text", "repeats": True, "join": ""}
         whole = {"content_args": {"strip": False}}
         fields: dict[str, Field] = {
