@@ -1,14 +1,17 @@
 """Turns read into content, reasoning and calls: by the folder's own format, by probing, and as text when malformed."""
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from agents.tool_agents import call_text
 from rollout.families import folder, templates, tokenizer
 
 from sao.envs.protocol import Message, ToolCall
 from sao.rollout.chat import Renderer
+from sao.rollout.reading import MOST_CALLS
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 TOOLS = json.dumps([{"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}])
@@ -120,6 +123,25 @@ def test_a_malformed_call_is_text_and_nothing_of_the_turn_is_lost(tmp_path: Path
     for text in (bad, f"first {GOOD['qwen3']} then {bad} last"):
         found = read(renderer, f"<think>hm</think>{text}<|im_end|>")
         assert (found.content, found.tool_calls, found.reasoning) == (text.strip(), (), "hm")
+
+
+@needs_trl
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "glm4moe", "llama3_2", "gptoss"])
+def test_no_turn_takes_long_to_read_and_none_fails(tmp_path: Path, name: str) -> None:
+    """Lists in lists, openings without a close, more calls than anyone makes."""
+    renderer = Renderer(folder(tmp_path, name))
+    call = call_text(renderer, ("look", {"city": "MARK"}))
+    before, _, behind = call.partition("MARK")
+    size = 50_000
+    openings = "<tool_call>", "<parameter=city>", "<arg_key>city</arg_key><arg_value>", "[", '"', " ", "<think>"
+    hostile = [before + opening * (size // len(opening)) for opening in openings]
+    hostile += [call * (size // len(call)), call.replace('"MARK"', "[" * size), before + "x" * size + behind]
+    for text in hostile:
+        began = time.thread_time()
+        found = read(renderer, text)
+        assert time.thread_time() - began < 3 and len(found.tool_calls) <= MOST_CALLS
+        for made in found.tool_calls:
+            assert isinstance(json.loads(made.arguments), dict)
 
 
 @needs_trl

@@ -133,8 +133,11 @@ class AgentServer:
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
                 return await self._ask(request, dialect)
-            except ApiError as error:
-                return web.json_response(dialect.error(error), status=error.status)
+            except RecursionError:
+                error = ApiError(400, "the body is nested too deep")
+            except ApiError as refused:
+                error = refused
+            return web.json_response(dialect.error(error), status=error.status)
 
         return handle
 

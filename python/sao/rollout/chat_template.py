@@ -93,8 +93,8 @@ class ChatTemplate:
 
         Raises `EnvironmentFailure("bad_messages")` when the template refuses it.
         """
-        plain = [self._plain(message) for message in messages]
         try:
+            plain = [self._plain(message) for message in messages]
             text = self._tokenizer.apply_chat_template(
                 plain,
                 tools=self._schemas(tools),

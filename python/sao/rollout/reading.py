@@ -41,7 +41,8 @@ def _json(open_pattern: str, close_pattern: str, **args: Any) -> Field:
 
 
 _FUNCTION = r"<tool_call>\s*<function=(?P<name>[^\n>]+)>"
-_PARAMETER = r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
+# A value ends before the next one begins: else each opening without a close would search the whole turn.
+_PARAMETER = r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>"
 _ATOM = r"[^\[\]{}'\"]|'[^']*'|\"[^\"]*\""
 _NESTED = rf"{_ATOM}|[\[{{](?:{_ATOM}|[\[{{](?:{_ATOM})*[\]}}])*[\]}}]"  # lists and objects, three deep
 _LITERAL = rf"(?P<key>\w+)=(?P<value>'[^']*'|[\[{{](?:{_NESTED})*[\]}}]|[^,)]*)"
@@ -60,7 +61,7 @@ FORMATS: dict[str, dict[str, Field]] = {
         "tool_calls": _tags(
             r"<tool_call>(?P<name>[^\s<{]+)\n?",
             r"</tool_call>\s*",
-            r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
+            r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>(?:(?!<arg_value>).)*?)</arg_value>",
         )
     },
     "llama": {"tool_calls": _json(r'\{"name":\s*"(?P<name>[^"]+)",\s*"parameters":\s*', r"\}\s*$")},
@@ -101,7 +102,7 @@ FORMATS: dict[str, dict[str, Field]] = {
         "tool_calls": _tags(
             r'<atem:invoke name="(?P<name>[^"]+)">\n?',
             r"</atem:invoke>\s*(?:</atem:function_calls>)?",
-            r'<atem:parameter name="(?P<key>[^"]+)">(?P<value>.*?)</atem:parameter>',
+            r'<atem:parameter name="(?P<key>[^"]+)">(?P<value>(?:(?!<atem:parameter).)*?)</atem:parameter>',
         ),
         "content": {"open_pattern": r" to=user<\|message\|>", "close_pattern": r"<\|eom\|>|$"},
         "reasoning_content": {"open_pattern": r" to=self<\|message\|>", "close_pattern": r"<\|eom\|>|$"},
@@ -109,7 +110,9 @@ FORMATS: dict[str, dict[str, Field]] = {
 }
 NAMES = str(FORMATS).replace("\\", "") + str(REASONING)  # holds the name of every marker above
 PROBE, THOUGHT = Message("user", "a"), "pondered"
-MALFORMED = (ValueError, TypeError, KeyError, AttributeError)  # what the parser raises for calls that are none
+# What the parser raises for calls that are none; the last one for lists in lists without end.
+MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+MOST_CALLS = 256  # in a turn; each is looked for in all that is left of the turn
 _ARGUMENTS: dict[str, Any] = {"city": "b c", "days": 7}
 _SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 PROBE_TOOLS = json.dumps(
@@ -165,6 +168,8 @@ class Reader:
         opened = not (self._closes in behind or self._template.pattern.search(behind))
         thought, closed, _ = turn.partition(self._closes)
         opened = opened or bool(closed and self.opens not in thought)
+        if calls and sum(1 for _ in _opening(calls).finditer(turn)) > MOST_CALLS:
+            raise ValueError(f"more than {MOST_CALLS} calls")
         schema = self._schema(calls)
         found = dict(self._tokenizer.parse_response(turn, schema, prefix=self.opens if opened else "", tools=tools))
         if made := found.get("tool_calls"):
@@ -227,6 +232,12 @@ class Reader:
                 if [(one.name, json.loads(one.arguments)) for one in read.tool_calls] == [("look", _ARGUMENTS)]:
                     return name
         return ""
+
+
+def _opening(calls: str) -> re.Pattern[str]:
+    """What begins a call of the format."""
+    field = FORMATS[calls]["tool_calls"]
+    return re.compile(field.get("open_pattern") or re.escape(field["open"]))
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str]:
