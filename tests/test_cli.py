@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from sao import config
+
 
 def sao(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1"}
@@ -116,3 +118,17 @@ def test_sigterm_ends_process_1_of_a_container_before_a_run_begins():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "KeyboardInterrupt" in done.stderr
+
+
+def test_a_tilde_that_the_shell_left_is_the_home_folder(tmp_path, monkeypatch):
+    environment = os.environ | {"HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "sao.cli", "keys", "~/keys"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "keys" / "broker.key").exists() and not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize("name", ["plain", "quote ' and \"", "back\\slash", "new\nline", "läufe 🙂", "[b] %s"])
+def test_a_path_on_the_command_line_is_no_toml(name):
+    data = {"env": {"name": "lookup"}, "model": {"path": "m"}}
+    assert config.parse(data, [config.toml_override("run.dir", f"/{name}")]).run.dir == f"/{name}"

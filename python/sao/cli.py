@@ -4,7 +4,6 @@ more than one host `sao keys`, `sao broker`, `sao learner`, `sao generator`.
 Exit codes: 0 done, 1 failed, 2 configuration or usage, 130 interrupted. Nothing heavy is imported before it is needed.
 """
 
-import json
 import os
 import signal
 import sys
@@ -58,7 +57,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="the run's configuration")]
+
+def expanded(text: str | Path) -> Path:
+    """A path of the command line with `~` and `~USER` expanded, where a shell has left them (in quotes, after `=`)."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise typer.BadParameter(f"the home folder of {text} is not known") from None
+
+
+RunFile = Annotated[Path, typer.Argument(parser=expanded, metavar="RUN.toml", help="the run's configuration")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="overrides, values in TOML syntax")
 ]
@@ -66,9 +74,15 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="check all, print config
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace the run folder of this name")]
 Resume = Annotated[bool, typer.Option("--resume", help="go on from the newest complete checkpoint in the run folder")]
 Connect = Annotated[str, typer.Option(metavar="ENDPOINT", help="the broker: tcp://HOST:PORT")]
-Keys = Annotated[Path | None, typer.Option(metavar="DIR", help="folder of keys, where the broker uses them")]
-LocalModel = Annotated[Path | None, typer.Option(metavar="MODEL_FOLDER", help="the model's path on this host")]
-LocalFolder = Annotated[Path | None, typer.Option(metavar="RUN_FOLDER", help="the run's folder on this host")]
+Keys = Annotated[
+    Path | None, typer.Option(parser=expanded, metavar="DIR", help="folder of keys, where the broker uses them")
+]
+LocalModel = Annotated[
+    Path | None, typer.Option(parser=expanded, metavar="MODEL_FOLDER", help="the model's path on this host")
+]
+LocalFolder = Annotated[
+    Path | None, typer.Option(parser=expanded, metavar="RUN_FOLDER", help="the run's folder on this host")
+]
 Wait = Annotated[float, typer.Option(metavar="SECONDS", help="for the broker to answer")]
 
 
@@ -110,7 +124,7 @@ def pretrain_value(
 
 @app.command(name="eval")
 def evaluate(
-    model_folder: Annotated[Path, typer.Argument(metavar="MODEL_FOLDER", help="the model to measure")],
+    model_folder: Annotated[Path, typer.Argument(parser=expanded, metavar="MODEL_FOLDER", help="the model to measure")],
     run_file: RunFile,
     overrides: Overrides = None,
 ) -> None:
@@ -124,7 +138,9 @@ def evaluate(
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(metavar="RUN_OR_FILE", help="a run folder, or a recorded step of one")],
+    path: Annotated[
+        Path, typer.Argument(parser=expanded, metavar="RUN_OR_FILE", help="a run folder, or a recorded step of one")
+    ],
     trajectory: Annotated[
         str | None, typer.Option(metavar="ID", help="one trajectory: its id, the beginning of it, or its number")
     ] = None,
@@ -141,7 +157,7 @@ def inspect(
 
 @app.command()
 def replay(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of the run")],
+    run: Annotated[Path, typer.Argument(parser=expanded, metavar="RUN", help="folder of the run")],
     step: Annotated[int, typer.Argument(metavar="STEP", help="a recorded step")],
 ) -> None:
     """Make a recorded step again, from the checkpoint before it; exit code 1 unless every bit is the same."""
@@ -160,7 +176,7 @@ def bench(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="fewer repetitions, smaller largest sizes")] = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="write rows and machine here too")
+        Path | None, typer.Option("--json", parser=expanded, metavar="FILE", help="write rows and machine here too")
     ] = None,
 ) -> None:
     """Measure the parts on this machine: latency percentiles and throughput, at three sizes each."""
@@ -185,25 +201,26 @@ def doctor(
 @app.command(name="check-model")
 def check_model(
     model_folder: Annotated[
-        Path, typer.Argument(metavar="MODEL_FOLDER", help="the model to look at", show_default=False)
+        Path, typer.Argument(parser=expanded, metavar="MODEL_FOLDER", help="the model to look at", show_default=False)
     ],
     overrides: Overrides = None,
     run_file: Annotated[
-        Path | None, typer.Option("--run", metavar="RUN.toml", help="the run that it is for; else the defaults")
+        Path | None,
+        typer.Option("--run", parser=expanded, metavar="RUN.toml", help="the run that it is for; else the defaults"),
     ] = None,
 ) -> None:
     """Try whether a model can be sampled from and trained here: files, template, rows, engine against learner."""
     from sao import config
     from sao.runtime import doctor, model_check
 
-    ours = [*(overrides or []), f"model.path={json.dumps(str(model_folder))}"]
+    ours = [*(overrides or []), *_model(model_folder)]
     resolved = config.load(run_file, ours) if run_file else config.parse({"env": {"name": "lookup"}}, ours)
     raise typer.Exit(0 if doctor.show_findings(model_check.findings(resolved)) else 2)
 
 
 @app.command(name="keys")
 def write_keys(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="folder of the keys")] = Path("keys"),
+    folder: Annotated[Path, typer.Argument(parser=expanded, metavar="[DIR]", help="folder of the keys")] = Path("keys"),
     name: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="a generator with a key of its own; repeat it")
     ] = None,
@@ -220,7 +237,9 @@ def write_keys(
 def broker(
     target: Annotated[
         Path,
-        typer.Argument(metavar="RUN.toml|RUN_FOLDER", help="a run to begin, or the folder of one to go on with"),
+        typer.Argument(
+            parser=expanded, metavar="RUN.toml|RUN_FOLDER", help="a run to begin, or the folder of one to go on with"
+        ),
     ],
     overrides: Overrides = None,
     overwrite: Overwrite = False,
@@ -266,7 +285,9 @@ def generator(
 
 
 def _model(path: Path | None) -> list[str]:
-    return [] if path is None else [f"model.path={str(path)!r}"]
+    from sao.config import toml_override
+
+    return [] if path is None else [toml_override("model.path", str(path))]
 
 
 @app.callback(invoke_without_command=True)

@@ -83,3 +83,14 @@ def test_a_clock_that_is_put_back_gives_no_number_twice(tmp_path):
     assert hosts._after(file, 500) == 1001 and hosts._after(file, 500) == 1002
     file.write_text("torn \0")
     assert hosts._after(file, 2000) == 2000 and file.read_text() == "2000"
+
+
+def test_a_name_that_is_no_file_name_is_refused_before_anything_is_asked():
+    for name in ("../x", "a/b", "a\nb", "", "[x]", "x" * 65):
+        with pytest.raises(ConfigError, match="--name: "):
+            hosts.generator(hosts.Host("tcp://127.0.0.1:1", wait_s=0.1), name)
+
+
+def test_an_address_to_listen_at_is_none_to_connect_to():
+    with pytest.raises(ConfigError, match=r"--connect: tcp://\*:5555 is where a broker listens"):
+        hosts.generator(hosts.Host("tcp://*:5555", wait_s=0.1), "g0")

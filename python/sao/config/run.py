@@ -181,6 +181,11 @@ def parse(data: dict[str, Any], overrides: Sequence[str] = (), source: str = "co
     return config
 
 
+def toml_override(key: str, text: str) -> str:
+    """The override that sets `key` to a text, whatever is in it."""
+    return f"{key}={json.dumps(text, ensure_ascii=False)}".replace("\x7f", "\\u007f")
+
+
 def _override(data: dict[str, Any], item: str) -> str | None:
     """Puts one override in; returns what is wrong with it."""
     key, equals, text = item.partition("=")

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, Final, NamedTuple
 
 from sao import config as configuration
-from sao.config import Config
+from sao.config import Config, toml_override
 from sao.errors import ConfigError, TransportError
 from sao.runtime import folders, launch, preflight, train
 from sao.runtime import resume as resuming
@@ -26,7 +26,7 @@ from sao.runtime.processes import Command, Family, on_signals
 from sao.runtime.supervisor import EXIT_FAILED, EXIT_INTERRUPTED
 from sao.storage import durable
 from sao.transport.client import Client
-from sao.transport.keys import VISITOR, client_keys
+from sao.transport.keys import FILE_NAME, VISITOR, client_keys
 from sao.transport.messages import GetConfig, GetSnapshot, RunConfig, Snapshot
 from sao.transport.sockets import Limits, check_endpoint
 
@@ -60,7 +60,8 @@ def broker(target: Path, overrides: Sequence[str] = (), *, overwrite: bool = Fal
     if resume and overwrite:
         raise ConfigError(f"--overwrite: {target} is a run folder, and that run goes on")
     if resume:  # wherever the folder is now
-        here = [f"run.dir={str(target.resolve().parent)!r}", f"run.name={target.resolve().name!r}"]
+        there = target.resolve()
+        here = [toml_override("run.dir", str(there.parent)), toml_override("run.name", there.name)]
         config = configuration.load(target / "config.json", [*here, *overrides])
     else:
         config = configuration.load(target, overrides)
@@ -71,6 +72,8 @@ def broker(target: Path, overrides: Sequence[str] = (), *, overwrite: bool = Fal
 
 def generator(host: Host, name: str) -> int:
     """Runs one generator that joins the broker; returns its exit code. Raises `ConfigError`, `Error`."""
+    if not FILE_NAME.fullmatch(name):
+        raise ConfigError(f"--name: {name!r}, expected letters, digits, . _ - (64 at most)")
     config, places = _prepare(host, name)
     preflight.check(config, role="generator")
     # A number that no process of this name had before: its draws are new, and what is left of an earlier one is fenced.
@@ -109,6 +112,8 @@ def ask(host: Host, question: GetConfig | GetSnapshot, name: str) -> dict[str, A
 
     Raises `ConfigError` for what is no endpoint, `Error` that says why there is no answer within `host.wait_s`.
     """
+    if host.endpoint.startswith("tcp://*:"):
+        raise ConfigError(f"--connect: {host.endpoint} is where a broker listens; name the host that it runs on")
     try:
         check_endpoint(host.endpoint)
     except TransportError as error:

@@ -26,7 +26,7 @@ DOMAIN: Final = "sao"
 BROKER, LEARNER, SUPERVISOR, GENERATOR, VISITOR = "broker", "learner", "supervisor", "generator", "visitor"
 ALWAYS: Final = (BROKER, LEARNER, SUPERVISOR)
 PUBLIC, SECRET = ".key", ".key_secret"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def write(folder: Path, names: Iterable[str] = ()) -> list[Path]:
     0700, files 0600. Raises `ConfigError` when it is open to others or a name is not fit for a file.
     """
     names = list(names) or [GENERATOR]
-    wrong = [name for name in names if not _NAME.fullmatch(name) or name in ALWAYS]
+    wrong = [name for name in names if not FILE_NAME.fullmatch(name) or name in ALWAYS]
     if wrong:
         raise ConfigError(f"keys: {wrong[0]!r} is no name for a generator: letters, digits, . _ - and none of {ALWAYS}")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
