@@ -109,7 +109,7 @@ def test_a_step_that_is_not_the_same_is_said_to_differ(resumed, tmp_path):
 def test_a_disk_that_is_full_is_said_and_training_goes_on(tmp_path, tiny_model):
     values = {"folder": str(tmp_path), "model": str(tiny_model), "seed": 3, "steps": 6, "every": 2}
     (tmp_path / "run.toml").write_text(RUN.format(**values, order="completion"))
-    run = sao(tmp_path, "train", "run.toml", SAO_FAIL_AT="save.state:2")
+    run = sao(tmp_path, "train", "run.toml", "run.disk_patience_s=0.0", SAO_FAIL_AT="save.state:2")
     assert run.returncode == 0, run.stdout + run.stderr
     (event,) = [r for r in records(tmp_path, "event") if r["level"] == "error"]
     assert "checkpoint not saved: step 4" in event["text"] and "No space left on device" in event["text"]
@@ -120,7 +120,7 @@ def test_a_disk_that_is_full_is_said_and_training_goes_on(tmp_path, tiny_model):
 def test_when_the_last_checkpoint_cannot_be_saved_the_run_has_failed(tmp_path, tiny_model):
     values = {"folder": str(tmp_path), "model": str(tiny_model), "seed": 3, "steps": 4, "every": 2}
     (tmp_path / "run.toml").write_text(RUN.format(**values, order="completion"))
-    run = sao(tmp_path, "train", "run.toml", SAO_FAIL_AT="save.model:2")
+    run = sao(tmp_path, "train", "run.toml", "run.disk_patience_s=0.0", SAO_FAIL_AT="save.model:2")
     assert run.returncode == 1 and "No space left on device" in run.stdout, run.stdout
     assert newest(tmp_path / "r" / "checkpoints")[0].step == 2
     saved = tmp_path / "r" / "checkpoints" / "step-2"
