@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents.tool_agents import PARAMETERS, Recording, call_text, check_books, configuration, run, sampled
+from agents.tool_agents import PARAMETERS, TOOL, Recording, call_text, chat, check_books, configuration, run, sampled
 from rollout.families import folder, templates
 from scripted import Reply
 
@@ -23,6 +23,8 @@ needs_trl = pytest.mark.skipif(not templates(), reason="trl is not installed: pi
 
 CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}", "id": "fc_1"}
 USE = {"type": "tool_use", "id": "c1", "name": "look", "input": {"city": "Bern"}}
+FLAT = {"type": "function", "name": "look", "description": "d", "parameters": PARAMETERS}
+ASKED = {"city": "Bern", "days": 2}
 FUNCTION = {"type": "function", "name": "look", "parameters": PARAMETERS, "strict": False}
 
 
@@ -52,7 +54,7 @@ def test_items_of_a_turn_are_one_message() -> None:
         ({"input": [{"role": "robot", "content": "x"}]}, r"input\[0\]: expected a role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, r"input\[0\].content: expected text"),
         ({"input": [{"role": "user", "content": "a"}, CALL]}, "begun for the policy"),
-        ({"input": "a", "tools": [{"type": "web_search"}]}, r"tools\[0\]"),
+        ({"input": "a", "tools": [{"name": "web_search"}]}, r"tools\[0\]"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": [1]}, r"input\[0\]"),
         ({"input": [{"type": "function_call", "arguments": "{}"}]}, r"input\[0\]: expected a name"),
@@ -97,13 +99,32 @@ def test_blocks_of_messages_are_read() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a block of type 'image'"),
         ({"messages": [{"role": "user", "content": [USE]}]}, "a block of type 'tool_use' is not supported"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "begun for the policy"),
-        ({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "bash_20250124"}]}, r"tools\[0\]"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": ["bash"]}, r"tools\[0\]"),
         ({"messages": [{"role": "user", "content": "a"}], "stop_sequences": [1]}, "stop_sequences"),
     ],
 )
 def test_messages_that_cannot_be_served_are_refused(body: dict[str, Any], message: str) -> None:
     with pytest.raises(ApiError, match=message):
         anthropic_messages.parse(body, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body"),
+    [
+        (responses, {"input": "a", "tools": [FUNCTION, {"type": "web_search"}, {"type": "custom", "name": "patch"}]}),
+        (
+            anthropic_messages,
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "tools": [{"name": "look", "input_schema": PARAMETERS}, {"type": "web_search_20250305", "name": "s"}],
+            },
+        ),
+    ],
+)
+def test_tools_that_a_provider_would_run_are_left_out_and_counted(dialect: Any, body: dict[str, Any]) -> None:
+    call = dialect.parse(body, 1.0)
+    assert call.notes == {"tools": "ignored"}
+    assert [tool["function"]["name"] for tool in json.loads(call.tools)] == ["look"]
 
 
 @pytest.mark.parametrize("dialect", [responses, anthropic_messages])
@@ -210,3 +231,78 @@ def test_the_messages_client_works_unchanged(tmp_path: Path, streamed: bool) -> 
     trajectory = run(configuration(tmp_path), engine, script)
     assert len(trajectory.segments) == 1 and trajectory.metadata["agent_rewritten"] == 0
     check_books(trajectory, engine)
+
+
+async def post_ok(post: Any, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    status, found = await post(path, body)
+    assert status == 200, found
+    return dict(found)
+
+
+async def by_chat(access: Access, post: Any) -> float:
+    messages: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "weather?"}]
+    said = (await chat(post, {"messages": messages, "tools": [TOOL]}))["message"]
+    messages += [said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "21"}]
+    assert (await chat(post, {"messages": messages, "tools": [TOOL]}))["message"]["content"] == "It is warm."
+    return 1.0
+
+
+async def by_responses(access: Access, post: Any) -> float:
+    body: dict[str, Any] = {
+        "instructions": "Be brief.",
+        "tools": [FLAT],
+        "include": [],
+        "input": "weather?",
+    }
+    first = await post_ok(post, "/v1/responses", body)
+    (call,) = first["output"]
+    assert (first["status"], call["type"], json.loads(call["arguments"])) == ("completed", "function_call", ASKED)
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "21"}
+    body["input"] = [{"role": "user", "content": [{"type": "input_text", "text": "weather?"}]}, call, result]
+    second = await post_ok(post, "/v1/responses", body)
+    assert second["output"][0]["content"][0]["text"] == "It is warm."
+    assert second["usage"]["total_tokens"] == second["usage"]["input_tokens"] + second["usage"]["output_tokens"]
+    return 1.0
+
+
+async def by_messages(access: Access, post: Any) -> float:
+    body: dict[str, Any] = {
+        "max_tokens": 900,
+        "system": [{"type": "text", "text": "Be brief."}],
+        "tools": [{"name": "look", "description": "d", "input_schema": PARAMETERS}],
+    }
+    messages: list[Any] = [{"role": "user", "content": "weather?"}]
+    first = await post_ok(post, "/v1/messages", body | {"messages": messages})
+    (call,) = first["content"]
+    assert (first["stop_reason"], call["type"], call["input"]) == ("tool_use", "tool_use", ASKED)
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "21"}]}
+    messages += [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    count = await post_ok(
+        post,
+        "/v1/messages/count_tokens",
+        {
+            "messages": messages,
+            "system": "",
+            "tools": [{"name": "look", "description": "d", "input_schema": PARAMETERS}],
+        },
+    )
+    second = await post_ok(post, "/v1/messages", body | {"messages": messages})
+    assert (second["stop_reason"], second["content"]) == ("end_turn", [{"type": "text", "text": "It is warm."}])
+    assert count["input_tokens"] > 0
+    return 1.0
+
+
+@needs_trl
+@pytest.mark.parametrize("family", ["qwen2_5", "glm4moe", "gptoss"])
+def test_three_dialects_train_the_same_ids(tmp_path: Path, family: str) -> None:
+    found = []
+    for number, script in enumerate((by_chat, by_responses, by_messages)):
+        renderer = Renderer(folder(tmp_path / str(number), family))
+        turns = [sampled(renderer, call_text(renderer, ("look", ASKED))), sampled(renderer, "It is warm.")]
+        engine = Recording(lambda request, at, turns=turns: Reply(turns[at]))
+        trajectory = run(configuration(tmp_path / str(number)), engine, script)
+        (segment,) = trajectory.segments
+        assert trajectory.metadata["agent_rewritten"] == 0
+        check_books(trajectory, engine)
+        found.append((segment.token_ids.tolist(), segment.action_mask.tolist()))
+    assert found[0] == found[1] == found[2]

@@ -1,8 +1,8 @@
 """The dialect of Anthropic's `/v1/messages`.
 
 Results of tools stand in a user's message there, and are messages of their own here, before the text that came with
-them. A demanded tool is not enforced; `thinking` is what the model does anyway; images, documents and tools that run on
-a server are refused.
+them. A demanded tool is not enforced; `thinking` is what the model does anyway; images and documents are
+refused. Tools that a provider would run are left out and noted.
 """
 
 from __future__ import annotations
@@ -51,11 +51,14 @@ def parse(body: dict[str, Any], temperature: float) -> ModelCall:
     chosen = choice.get("type") if isinstance(choice, dict) else choice
     if chosen not in (None, "auto", "none"):
         notes["tool_choice"] = "unforced"
+    functions = _functions(body.get("tools") or [])
+    if len(functions) < len(body.get("tools") or []):
+        notes["tools"] = "ignored"
     known = _READ | _HARMLESS | notes.keys()
     notes |= {name: "ignored" for name, value in body.items() if name not in known and value is not None}
     return ModelCall(
         named_results(messages),
-        _tools(body.get("tools")),
+        function_schemas("tools", functions),
         reads_calls=chosen != "none",
         stops=stop_texts("stop_sequences", body.get("stop_sequences")),
         max_tokens=token_limit(body, "max_tokens"),
@@ -186,15 +189,14 @@ def _messages(where: str, given: Any) -> Iterator[Message]:
         yield Message(role, text, tuple(calls), reasoning=reasoning)
 
 
-def _tools(given: Any) -> str:
-    if given is None:
-        return ""
+def _functions(given: Any) -> list[dict[str, Any]]:
     if not isinstance(given, list):
         raise wrong("tools", "expected a list")
     functions = []
     for index, tool in enumerate(given):
-        if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
-            raise wrong(f"tools[{index}]", "expected a tool with name and input_schema; none runs on this server")
-        more = {"description": tool.get("description"), "parameters": tool.get("input_schema")}
-        functions.append({"name": tool.get("name"), **more})
-    return function_schemas("tools", functions)
+        if not isinstance(tool, dict):
+            raise wrong(f"tools[{index}]", "expected a tool with name and input_schema")
+        if tool.get("type") in (None, "custom"):
+            more = {"description": tool.get("description"), "parameters": tool.get("input_schema")}
+            functions.append({"name": tool.get("name"), **more})
+    return functions

@@ -1,7 +1,8 @@
 """The dialect of `/v1/responses`, without state: every request brings its whole conversation.
 
 An assistant's turn is a run of items there (reasoning, a message, calls); it is one message here. A schema in `text`
-and a demanded tool are not enforced; `previous_response_id`, images, files and tools that are no functions are refused.
+and a demanded tool are not enforced; `previous_response_id`, images and files are refused. Tools that are no functions,
+which a provider would run, are left out and noted.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ def parse(body: dict[str, Any], temperature: float) -> ModelCall:
     choice, shape = body.get("tool_choice"), body.get("text")
     if choice not in (None, "auto", "none"):
         notes["tool_choice"] = "unforced"
+    functions = _functions(body.get("tools") or [])
+    if len(functions) < len(body.get("tools") or []):
+        notes["tools"] = "ignored"
     form = shape.get("format") if isinstance(shape, dict) else None
     if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
         notes["text"] = "unforced"
@@ -65,7 +69,7 @@ def parse(body: dict[str, Any], temperature: float) -> ModelCall:
     notes |= {name: "ignored" for name, value in body.items() if name not in known and value is not None}
     return ModelCall(
         named_results(messages),
-        _tools(body.get("tools")),
+        function_schemas("tools", functions),
         reads_calls=choice != "none",
         max_tokens=token_limit(body, "max_output_tokens"),
         stream=bool(body.get("stream")),
@@ -245,14 +249,13 @@ def _reasoning(where: str, item: dict[str, Any]) -> str:
     return "".join(checked_text(f"{where}.content", text) for text in texts)
 
 
-def _tools(given: Any) -> str:
-    if given is None:
-        return ""
+def _functions(given: Any) -> list[dict[str, Any]]:
     if not isinstance(given, list):
         raise wrong("tools", "expected a list of functions")
     functions = []
     for index, tool in enumerate(given):
-        if not isinstance(tool, dict) or tool.get("type") != "function":
-            raise wrong(f"tools[{index}]", 'expected an object of type "function"')
-        functions.append({name: tool.get(name) for name in ("name", "description", "parameters", "strict")})
-    return function_schemas("tools", functions)
+        if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
+            raise wrong(f"tools[{index}]", "expected an object with a type")
+        if tool["type"] == "function":
+            functions.append({name: tool.get(name) for name in ("name", "description", "parameters", "strict")})
+    return functions
