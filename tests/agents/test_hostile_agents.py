@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents.test_agents import TASK, Scripted, hosting, user
+from agents.test_agents import TASK, Scripted, configured, hosting, user
 from agents.tool_agents import TOOL, Recording, call_text, chat, check_books, configuration, run, sampled
 from rollout.families import folder, templates
 from scripted import Reply
@@ -124,3 +124,35 @@ def test_a_stream_without_end_ends_in_an_error_with_its_episode(tmp_path: Path, 
 
     trajectory = asyncio.run(main())
     assert (trajectory.termination.reason, trajectory.metadata["turns"]) == ("time_limit", 1)
+
+
+def test_who_reads_nothing_of_a_stream_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sao.agents.server.READ_S", 0.5)
+    renderer = Renderer(folder(tmp_path, "qwen3"))
+    engine = Recording(lambda request, number: Reply(sampled(renderer, "x" * 100_000 if number == 0 else "ok")))
+
+    async def script(access: Access, post: Any) -> float:
+        body = json.dumps({"messages": [user("a")], "stream": True, "logprobs": True}).encode()  # 10 MB of events
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {access.api_key}\r\n"
+        address = access.base_url.removeprefix("http://").removesuffix("/v1")
+        name, _, port = address.rpartition(":")
+        reader, writer = await asyncio.open_connection(name, int(port), limit=1024)
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        while not engine.given:
+            await asyncio.sleep(0.05)
+        await chat(post, {"messages": [user("b")]})  # others are answered meanwhile
+        await asyncio.sleep(3)
+        got = b""
+        try:
+            async with asyncio.timeout(10):
+                while piece := await reader.read(1 << 16):
+                    got = (got + piece)[-100:]
+        except ConnectionError:
+            pass
+        writer.close()
+        assert b"[DONE]" not in got
+        return 1.0
+
+    sampling = {"max_response_tokens": 150_000, "context_tokens": 200_000, "temperature": 0.7}
+    config = configured(tmp_path, sampling=sampling, learner={"row_tokens": 200_000})
+    check_books(run(config, engine, script), engine)

@@ -87,6 +87,16 @@ def test_functions_become_schemas_and_calls_are_checked() -> None:
         asyncio.run(tools.results(Message("assistant", "", (ToolCall("total", '{"numbers": [1, 2, 3, 4]}'),))))
 
 
+def test_a_result_that_cannot_be_written_is_an_error_that_the_policy_sees() -> None:
+    def circle() -> list[Any]:
+        found: list[Any] = []
+        found.append(found)
+        return found
+
+    (result,) = asyncio.run(Tools(circle).results(Message("assistant", "", (ToolCall("circle"),))))
+    assert result.content.startswith("error: ValueError")
+
+
 @pytest.mark.parametrize("functions", [(look, look), (lambda: 1,), (3,)])
 def test_what_is_no_tool_is_refused(functions: Any) -> None:
     with pytest.raises(ConfigError, match="tools: "):

@@ -176,18 +176,18 @@ class AgentServer:
             work.result()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        await response.write(stream.begin())
+        await _written(request, response, stream.begin())
         while not work.done():
             if text := piece.more():
-                await response.write(stream.more(text))
+                await _written(request, response, stream.more(text))
                 await asyncio.sleep(PIECE_S)
             elif not await piece.wait():
-                await response.write(b": waiting\n\n")
+                await _written(request, response, b": waiting\n\n")
         try:
             rest = stream.end(work.result(), piece.sent)
         except ApiError as error:
             rest = stream.error(error)
-        await response.write(rest)
+        await _written(request, response, rest)
         await response.write_eof()
         return response
 
@@ -306,6 +306,17 @@ def _repeated(request: web.Request) -> bool:
 
 def _hung_up(request: web.Request) -> Callable[[], bool]:
     return lambda: request.transport is None or request.transport.is_closing()
+
+
+async def _written(request: web.Request, response: web.StreamResponse, events: bytes) -> None:
+    """Writes events of a stream; who does not read them for `READ_S` is cut off, since a connection is held by it."""
+    try:
+        async with asyncio.timeout(READ_S):
+            await response.write(events)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError(f"nothing was read for {READ_S:g} s") from None
 
 
 def _reachable(loopback: str) -> str:

@@ -62,6 +62,7 @@ class Tools:
             found = function(**given)
             if inspect.isawaitable(found):
                 found = await found
+            return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
         except EnvironmentFailure:
             raise
         except pydantic.ValidationError as error:
@@ -69,4 +70,3 @@ class Tools:
             return f"error: {'; '.join(faults)}"[:_MAX_ERROR]
         except Exception as error:  # a function raises what it likes
             return f"error: {type(error).__name__}: {error}"[:_MAX_ERROR]
-        return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
