@@ -95,7 +95,7 @@ def page(result: dict[str, Any]) -> str:
         "time; what is given up for good is said. Then the run is started on a healthy disk, with `--resume` where",
         "there is one: it ends, every task of it was trained exactly once, the steps have no gap, the books close, the",
         f"last checkpoint is whole. Writes are tried again for {harness.PATIENCE_S:g} s here",
-        "(`run.disk_patience_s`, by default 30 s).",
+        "(`run.disk_patience_s`, by default 30 s). A result stays until its combination is tried again.",
         "",
         "| | |",
         "| --- | ---: |",
