@@ -41,6 +41,10 @@ def test_items_of_a_turn_are_one_message() -> None:
         Message("assistant", "I look.", (ToolCall("look", "{}", "c1"),), reasoning="hm"),
         Message("tool", "21", (), "c1", "look"),
     )
+    assert (
+        responses.parse({"input": [{"role": "user", "content": "a"}, said, thought, CALL, result]}, 1.0).messages
+        == (call.messages[1:])
+    )
     assert responses.parse({"input": "a"}, 1.0).messages == (Message("user", "a"),)
 
 
@@ -146,6 +150,23 @@ def test_a_stream_says_what_the_whole_answer_says(dialect: Any) -> None:
         assert "".join(delta.get("text", "") for delta in deltas) == whole["content"][0]["text"]
         assert json.loads(deltas[-1]["partial_json"]) == whole["content"][1]["input"]
         assert events[-2]["delta"]["stop_reason"] == whole["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize("dialect", [responses, anthropic_messages])
+@pytest.mark.parametrize("sent", ["", "I "])
+def test_items_of_a_stream_come_one_behind_the_other(dialect: Any, sent: str) -> None:
+    message = Message("assistant", "I look.", (ToolCall("look", "{}", "c1"),), reasoning="hm")
+    turn, stream = Turn(message, "I look.", "tool_calls", 5, 7), dialect.stream(ModelCall((Message("user", "a"),)), "m")
+    raw = stream.begin() + (stream.more(sent) if sent else b"") + stream.end(turn, sent)
+    events = [json.loads(line[6:]) for line in raw.split(b"\n") if line.startswith(b"data: ")]
+    place, marks = ("output_index", "output_item") if dialect is responses else ("index", "content_block")
+    ends = {"added": "start", "start": "start", "done": "stop", "stop": "stop"}
+    found = [
+        (ends[kind.rpartition("." if dialect is responses else "_")[2]], event[place])
+        for event in events
+        if (kind := event["type"]).removeprefix("response.").startswith(marks) and not kind.endswith("_delta")
+    ]
+    assert found == [(what, number) for number in range(3) for what in ("start", "stop")]
 
 
 @needs_trl

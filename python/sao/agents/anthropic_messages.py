@@ -91,8 +91,10 @@ class MessageStream:
         return events + self._delta("text_delta", text=text)
 
     def end(self, turn: Turn, sent: str) -> bytes:
+        # What has begun is the first block, also where the turn has thought behind it.
+        blocks = sorted(_blocks(turn), key=lambda block: self._open and block["type"] != "text")
         events = b""
-        for block in _blocks(turn):
+        for block in blocks:
             kind = block["type"]
             if kind == "text":
                 if rest := block["text"][len(sent) :]:

@@ -101,7 +101,9 @@ class ResponseStream:
         return events + self._event("response.output_text.delta", **self._part(0), delta=text, logprobs=[])
 
     def end(self, turn: Turn, sent: str) -> bytes:
-        items, events = list(_items(turn)), b""
+        # What has begun is the first item, also where the turn has reasoned behind it.
+        items = sorted(_items(turn), key=lambda item: bool(self._message) and item["type"] != "message")
+        events = b""
         for index, item in enumerate(items):
             if item["type"] == "message":
                 if not self._message:
