@@ -18,9 +18,10 @@ import tempfile
 from pathlib import Path
 
 os.environ |= {"MSWEA_SILENT_STARTUP": "1", "MSWEA_COST_TRACKING": "ignore_errors"}
-# Taken out before anything runs: the model's commands shall find neither key in their environment.
+# Taken out before anything runs: the model's commands shall find no key in their environment.
 BASE_URL, API_KEY = os.environ.pop("OPENAI_BASE_URL"), os.environ.pop("OPENAI_API_KEY")
-os.environ.pop("SAO_REWARD_KEY", None)
+for name in ("SAO_REWARD_KEY", "ANTHROPIC_API_KEY"):
+    os.environ.pop(name, None)
 
 import yaml  # noqa: E402
 from minisweagent.agents.default import DefaultAgent  # noqa: E402
