@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sao.envs import registry, sandbox
-from sao.envs.protocol import Environment, Message, check_messages, check_step
+from sao.envs.protocol import Environment, Message, StepResult, ToolEnvironment, check_messages, check_step
 from sao.envs.recall import Recall
 from sao.errors import EnvironmentFailure
 
+ROOT = Path(__file__).parents[2]
 SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lookup": ("lookup", {}),
     "lookup with distractors": ("lookup", {"distractors": 2}),
     "recall": ("recall", {"filler": 3}),
+    "dataset": ("dataset", {"path": str(ROOT / "examples" / "dataset" / "tasks.jsonl"), "reward": "operator:ne"}),
     "workspace": ("workspace", {"modules": 2, "allow_unprotected": True}),
     "reasoning_gym": ("reasoning_gym", {"dataset": "chain_sum", "params": SUM}),
     "reasoning_gym mixed": (
@@ -41,6 +44,13 @@ def case(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return CASES[request.param]
 
 
+async def take(environment: Environment | ToolEnvironment, text: str) -> StepResult:
+    """A turn of the policy."""
+    if isinstance(environment, ToolEnvironment):
+        return await environment.act(Message("assistant", text))
+    return await environment.step(text)
+
+
 def question(environment: Environment, seed: int, split: str) -> tuple[Message, ...]:
     """What tells tasks apart: the first messages; of `recall`, which always begins alike, the first observation."""
     messages = asyncio.run(environment.reset(seed, split))
@@ -56,7 +66,7 @@ def test_every_registered_environment_has_a_case() -> None:
 
 def test_it_is_an_environment(case: tuple[str, dict[str, Any]]) -> None:
     environment = registry.make(case[0], **case[1])
-    assert isinstance(environment, Environment)
+    assert isinstance(environment, Environment | ToolEnvironment)
     assert isinstance(environment.replayable, bool)
     asyncio.run(environment.close())
 
@@ -108,11 +118,13 @@ def test_episodes_end_with_a_reward_in_range_and_the_same_each_time(case: tuple[
         check_messages(await environment.reset(seed, "train"), "reset")
         seen: list[tuple[Any, ...]] = []
         for turn in range(20):
-            result = check_step(await environment.step(REPLIES[(seed + turn) % len(REPLIES)]), environment.reward_range)
+            result = check_step(
+                await take(environment, REPLIES[(seed + turn) % len(REPLIES)]), environment.reward_range
+            )
             seen.append((result.messages, result.reward, result.done))
             if result.done:
                 with pytest.raises(EnvironmentFailure):
-                    await environment.step("again")
+                    await take(environment, "again")
                 await environment.close()
                 return seen
         raise AssertionError("the episode does not end")
@@ -124,7 +136,7 @@ def test_episodes_end_with_a_reward_in_range_and_the_same_each_time(case: tuple[
 def test_misuse_is_a_failure_with_a_reason(case: tuple[str, dict[str, Any]]) -> None:
     environment = registry.make(case[0], **case[1])
     with pytest.raises(EnvironmentFailure, match="not_running"):
-        asyncio.run(environment.step("x"))
+        asyncio.run(take(environment, "x"))
     with pytest.raises(EnvironmentFailure, match="bad_task"):
         question(environment, -1, "train")
     with pytest.raises(EnvironmentFailure, match="bad_task"):
