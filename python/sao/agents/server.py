@@ -147,7 +147,9 @@ class AgentServer:
         call = dialect.parse(body, session.recorder.temperature)
         self._log(call)
         piece = _Pieces(session.recorder.renderer, call) if call.stream else None
-        asked = session.asked(call, _digest(request, body), _repeated(request), _hung_up(request), piece)
+        asked = session.asked(
+            call, _digest(request, await request.read()), _repeated(request), _hung_up(request), piece
+        )
         if piece is None:
             response: web.StreamResponse = web.json_response(
                 dialect.answer(await asyncio.shield(asked.work), call, self.model)
@@ -293,9 +295,9 @@ class _Pieces:
         return piece
 
 
-def _digest(request: web.Request, body: dict[str, Any]) -> bytes:
-    parts = request.path, request.headers.get("Idempotency-Key", ""), json.dumps(body, sort_keys=True)
-    return hashlib.blake2b("\n".join(parts).encode(errors="replace"), digest_size=16).digest()
+def _digest(request: web.Request, body: bytes) -> bytes:
+    head = f"{request.path}\n{request.headers.get('Idempotency-Key', '')}\n".encode(errors="replace")
+    return hashlib.blake2b(head + body, digest_size=16).digest()
 
 
 def _repeated(request: web.Request) -> bool:
