@@ -156,6 +156,21 @@ def inspect(
 
 
 @app.command()
+def watch(
+    run: Annotated[Path, typer.Argument(parser=expanded, metavar="RUN", help="folder of the run")],
+) -> None:
+    """Show a run that was started elsewhere as `sao train` shows it, until it ends. It only reads the folder."""
+    from sao.storage.ownership import OWNER, owner
+    from sao.telemetry.live import SteadyConsole
+    from sao.telemetry.watch import watch as follow
+
+    def running() -> bool:
+        return (run / OWNER).exists() and owner(run) != 0
+
+    typer.echo(follow(run, SteadyConsole(), running))
+
+
+@app.command()
 def replay(
     run: Annotated[Path, typer.Argument(parser=expanded, metavar="RUN", help="folder of the run")],
     step: Annotated[int, typer.Argument(metavar="STEP", help="a recorded step")],

@@ -45,7 +45,7 @@ def test_without_a_terminal_each_step_is_one_line():
     for part in ("step 11/20", "success 0.481", "lag 1.3/3", "sampled 1", "tok/s", "idle learner 20%", "eta 13s"):
         assert part in lines[0]
     assert lines[1] == "g1 ended [exit code 1]"
-    assert lines[2] == "held-out success 0.500 at step 11 (n = 64, 2 failed)"
+    assert lines[2] == "held-out success 0.500 (0.381 to 0.619) at step 11 (n = 64, 2 failed)"
     assert "none finished" in lines[3]
 
 

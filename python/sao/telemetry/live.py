@@ -22,7 +22,7 @@ from rich.text import Text
 
 from sao.config import Config
 from sao.errors import printable
-from sao.telemetry.metrics import watched
+from sao.telemetry.metrics import watched, wilson
 
 RECENT = 32  # steps in the trend
 BARS = "▁▂▃▄▅▆▇█"
@@ -72,6 +72,11 @@ class View:
             self._print(f"{STARTING}; logs: {config.folder / 'logs'}", "dim")
         self.tick()
 
+    def began(self, time_s: float) -> None:
+        """Counts what has elapsed from this Unix time on; steps before it took place in another start of the run."""
+        self._started_s = time.monotonic() - max(0.0, time.time() - time_s)
+        self._recent.clear()
+
     def write(self, record: Mapping[str, Any]) -> None:
         """Shows one record."""
         if record["kind"] == "step":
@@ -81,6 +86,9 @@ class View:
         elif record["kind"] == "eval":
             self._held_out, failed = record["success"], record.get("failed")
             shown = "none finished" if self._held_out is None else f"{self._held_out:.3f}"
+            if self._held_out is not None and (n := record.get("n")):
+                low, high = wilson(round(self._held_out * n), n)
+                shown += f" ({low:.3f} to {high:.3f})"
             more = f", {failed} failed" if failed else ""
             self._print(f"held-out success {shown} at step {record['step']} (n = {record.get('n')}{more})", "bold")
         elif record["kind"] == "event":
