@@ -64,6 +64,15 @@ def test_output_exit_code_input_and_environment(run: Run, folder: Path, monkeypa
     assert (folder / "file").read_text() == "kept\n"
 
 
+@with_bubblewrap
+def test_the_folder_has_the_name_that_it_is_given(folder: Path) -> None:
+    box = Sandbox(LIMITS)
+    box.own(folder)
+    names = ("/workspace", "/data/in here", str(folder))
+    found = [asyncio.run(box.run("pwd; touch x; ls", folder, writable=True, inside=name)).output for name in names]
+    assert found == [f"{name}\nx\n".encode() for name in names]
+
+
 def test_no_network(run: Run) -> None:
     port = "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); print(s.getsockname()[1])"
     assert run(f'python3 -c "{port}"').exit_code == 0  # python works, so what follows fails for want of a network

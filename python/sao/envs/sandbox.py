@@ -60,7 +60,7 @@ class Outcome:
 def bubblewrap() -> tuple[str | None, str]:
     """(path of a `bwrap` that works here or None, its version or why there is none)."""
     with Path(os.devnull).open("wb") as info:
-        trial = _bwrap_arguments(Limits(), Path("/usr"), False, _trial(), info.fileno())
+        trial = _bwrap_arguments(Limits(), Path("/usr"), False, "/usr", _trial(), info.fileno())
         return _probe("bwrap", "Debian, Ubuntu: apt install bubblewrap", *trial, keep=(info.fileno(),))
 
 
@@ -136,10 +136,11 @@ class Sandbox:
         folder: Path,
         *,
         writable: bool = False,
+        inside: str = _INSIDE,
         environment: Mapping[str, str] | None = None,
         stdin: bytes = b"",
     ) -> Outcome:
-        """Runs `/bin/sh -c script` in a folder, which is `/workspace` inside, where bubblewrap can give it that name.
+        """Runs `/bin/sh -c script` in a folder, which has the name `inside` there, where bubblewrap can give it one.
 
         Raises `EnvironmentFailure("sandbox_error")` if the sandbox did not come up: then the script has not run.
         """
@@ -149,7 +150,7 @@ class Sandbox:
         kept, timed_out, most = bytearray(), False, self.limits.output_bytes + len(mark)
         descriptor, info_end = os.pipe()  # bubblewrap writes into it which process is the first of the namespace
         with os.fdopen(descriptor, "rb", buffering=0) as info:
-            command = self._command(folder, writable, mark, script, info_end)
+            command = self._command(folder, writable, inside, mark, script, info_end)
             try:
                 process, cancelled = await _start(command, variables, () if self._bwrap is None else (info_end,))
             finally:
@@ -169,10 +170,10 @@ class Sandbox:
         assert process.returncode is not None
         return Outcome(process.returncode, bytes(kept[len(mark) :]), timed_out, cut)
 
-    def _command(self, folder: Path, writable: bool, mark: bytes, script: str, info_end: int) -> list[str]:
+    def _command(self, folder: Path, writable: bool, inside: str, mark: bytes, script: str, info_end: int) -> list[str]:
         inner = _limited(self.limits, self._uid, mark.decode().strip(), script)
         if self._bwrap is not None:
-            return [self._bwrap, *_bwrap_arguments(self.limits, folder, writable, inner, info_end)]
+            return [self._bwrap, *_bwrap_arguments(self.limits, folder, writable, inside, inner, info_end)]
         assert self._unshare is not None
         return [self._unshare, *_unshare_flags(), *inner, str(folder)]
 
@@ -192,7 +193,9 @@ def _limited(limits: Limits, uid: int | None, mark: str, script: str) -> list[st
     return [*inner, "/bin/sh", "-c", f'cd "$2" && echo {mark} && exec /bin/sh -c "$1"', "sh", script]
 
 
-def _bwrap_arguments(limits: Limits, folder: Path, writable: bool, inner: Sequence[str], info_end: int) -> list[str]:
+def _bwrap_arguments(
+    limits: Limits, folder: Path, writable: bool, inside: str, inner: Sequence[str], info_end: int
+) -> list[str]:
     system = [path for path in (*_SYSTEM, sys.base_prefix) if Path(path).exists()]
     above = sorted({str(parent) for path in system for parent in Path(path).parents} - {"/"})  # else 0700, root's
     return [
@@ -201,8 +204,8 @@ def _bwrap_arguments(limits: Limits, folder: Path, writable: bool, inner: Sequen
         *("--size", str(limits.tmp_bytes), "--tmpfs", "/tmp"),
         *(part for path in above for part in ("--perms", "0755", "--dir", path)),
         *(part for path in system for part in ("--ro-bind", path, path)),
-        *("--bind" if writable else "--ro-bind", str(folder), _INSIDE),
-        *("--chdir", "/", "--", *inner, _INSIDE),
+        *("--bind" if writable else "--ro-bind", str(folder), inside),
+        *("--chdir", "/", "--", *inner, inside),
     ]
 
 
