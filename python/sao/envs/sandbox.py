@@ -197,7 +197,8 @@ def _bwrap_arguments(
     limits: Limits, folder: Path, writable: bool, inside: str, inner: Sequence[str], info_end: int
 ) -> list[str]:
     system = [path for path in (*_SYSTEM, sys.base_prefix) if Path(path).exists()]
-    above = sorted({str(parent) for path in system for parent in Path(path).parents} - {"/"})  # else 0700, root's
+    places = (*system, inside)
+    above = sorted({str(parent) for path in places for parent in Path(path).parents} - {"/", "/tmp"})  # else 0700
     return [
         *(*_bwrap_flags(), "--info-fd", str(info_end)),
         *("--proc", "/proc", "--dev", "/dev", "--perms", "1777"),
