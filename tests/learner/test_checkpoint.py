@@ -122,7 +122,7 @@ def test_every_tensor_and_counter_comes_back(make, tmp_path):
         optimizer.set_step(3, 2)
     assert groups and groups != wanted, "the rate of the step that comes, not of the one that was"
     assert torch.rand(1) == (torch.set_rng_state(before["rng/cpu/rank-0"]), torch.rand(1))[1]
-    assert checkpoint.manifest["ledger"] == {"lease": 1, "tasks": [[11, 0]], "trained": [[0, 12]]}
+    assert checkpoint.manifest["ledger"] == {"lease": 1, "tasks": [[11, 0]], "trained": [[0, 12]], "ended": 0}
 
 
 def test_a_save_is_of_its_own_step_however_long_it_takes(make, tmp_path, monkeypatch):

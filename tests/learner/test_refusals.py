@@ -19,7 +19,7 @@ def test_tokens_that_the_model_does_not_know_and_repeated_rollouts_change_nothin
     unknown = replace(other, segments=(replace(other.segments[0], token_ids=wrong), *other.segments[1:]))
     for batch, fault in (
         ([good, unknown], "48 is not in the model's vocabulary, 0 to 47"),
-        ([good] * 2, "at 0 and at 1"),
+        ([good] * 2, "is at 0 of the batch, and the same one at 1"),
     ):
         with pytest.raises(ValidationError, match=fault):
             learner.step(batch)
