@@ -9,8 +9,8 @@ import pytest
 from broker.broker_world import config, trajectory
 
 from sao.broker.evaluation import MAX_ATTEMPTS, Evaluation
+from sao.broker.leases import ReadyStore
 from sao.broker.metrics import GapAlarm, StepMeter
-from sao.broker.store import ReadyStore
 from sao.broker.versions import KNOWN_FINGERPRINTS, Versions
 from sao.errors import TransportError, ValidationError
 from sao.trajectory import encode_frames

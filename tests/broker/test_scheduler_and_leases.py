@@ -11,13 +11,12 @@ from broker.broker_world import BATCH, config, trajectory
 
 from sao import _core
 from sao.broker.evaluation import Evaluation
-from sao.broker.leases import STARVING_S, LeaseTable
+from sao.broker.leases import STARVING_S, LeaseTable, ReadyStore
 from sao.broker.metrics import StepMeter
 from sao.broker.outbox import Outbox
 from sao.broker.persistence import Persistence
 from sao.broker.run import Run
 from sao.broker.scheduler import Generator, Scheduler
-from sao.broker.store import ReadyStore
 from sao.broker.tasks import TaskBook
 from sao.broker.versions import Versions
 from sao.errors import TransportError, ValidationError

@@ -20,14 +20,13 @@ import msgspec
 
 from sao import _core
 from sao.broker.evaluation import Evaluation
-from sao.broker.leases import LeaseTable
+from sao.broker.leases import LeaseTable, ReadyStore
 from sao.broker.metrics import GapAlarm, StepMeter
 from sao.broker.outbox import Outbox
 from sao.broker.persistence import Persistence
 from sao.broker.report import Report
 from sao.broker.run import Run
 from sao.broker.scheduler import Scheduler
-from sao.broker.store import ReadyStore
 from sao.broker.tasks import TaskBook, TrainingTask
 from sao.broker.versions import Versions
 from sao.config import Config

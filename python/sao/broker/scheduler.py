@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from sao import _core
 from sao.broker.evaluation import Evaluation
+from sao.broker.leases import ReadyStore
 from sao.broker.outbox import Outbox
 from sao.broker.run import Run
-from sao.broker.store import ReadyStore
 from sao.broker.tasks import TaskBook, TrainingTask, task_seed
 from sao.broker.versions import Versions
 from sao.config import Config
