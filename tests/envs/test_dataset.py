@@ -166,8 +166,12 @@ def test_a_reward_that_fails_is_a_failure(tmp_path: Path, reward: str, answer: s
         ('{"prompt": "a"}\n', {"reward": f"{__name__}:one_argument"}, "expected a function of .answer, row."),
         ('{"prompt": "a"}\n', {"reward": "no-such-program x"}, "neither 'module:function' nor a program"),
         ('{"prompt": "a"}\n', {"reward_range": [1]}, "reward_range: .1., expected two numbers"),
-        ('{"prompt": "a"}\n', {"reward_range": [1, 0]}, "expected low < high"),
+        ("".join(f'{{"prompt": "{n}"}}\n' for n in range(40)), {"reward_range": [1, 0]}, "expected low < high"),
         ('{"prompt": "a"}\n', {"timeout_s": 0}, "timeout_s: 0"),
+        ('{"prompt": "a"}\n', {}, "1 rows are too few to hold some out; give eval_path"),
+        ('{"prompt": "a"}\n', {"reward": "unbalanced 'quote"}, "reward: .*No closing quotation"),
+        ('{"prompt": "a"}\n', {"reward": ":f"}, "':f' does not import"),
+        ('{"prompt": "a"}\n', {"reward": ".x:f"}, "'.x:f' does not import"),
         ('{"prompt": "a"}\n', {"eval_path": "/nowhere"}, "eval_path: /nowhere: not there"),
     ],
 )
@@ -176,6 +180,26 @@ def test_what_is_wrong_is_named(tmp_path: Path, content: str, args: dict[str, An
     path.write_text(content)
     with pytest.raises(ConfigError, match=message):
         make(path, **args)
+
+
+@pytest.mark.parametrize("error", ["ValueError", "RuntimeError", "TypeError"])
+def test_a_module_that_fails_when_it_is_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    (tmp_path / f"fails_{error}.py").write_text(f"raise {error}('oh')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"does not import: {error}: oh"):
+        make(lines(tmp_path / "x.jsonl"), f"fails_{error}:f")
+
+
+def test_files_beside_the_rows_of_a_folder_are_left_alone(tmp_path: Path) -> None:
+    lines(tmp_path / "train.jsonl")
+    (tmp_path / ".cache").mkdir()
+    for name in (".cache/x.jsonl", "tokenizer_config.json", "config.json", "cache-1.arrow", "dataset_info.json"):
+        (tmp_path / name).write_text("{}")
+    assert play(make(tmp_path), 0)[1] == 1.0
+    with pytest.raises(ConfigError, match=r"path: 3, expected a path"):
+        registry.make("dataset", path=3, reward=f"{__name__}:right")
 
 
 def test_damaged_tables_and_empty_folders_are_named(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from sao.storage.parent_death import under_parent
 
 _DRAWS = 1000  # after which a split is taken to be empty
 _HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
-_NO_ROWS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # beside the rows
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 Row = dict[str, Any]
 
@@ -73,6 +72,13 @@ class Dataset(SingleTask[Row]):
         if not self._rows["train"]:
             raise ConfigError(f"env.args.path: {path}: no rows to train on")
         self._divided = not self._rows["eval"]
+        if self._divided:
+            rows = self._rows["train"]
+            texts = (json.dumps(rows[index][prompt]) for index in range(min(len(rows), _DRAWS)))
+            if len({belongs(text, "eval") for text in texts}) < 2:
+                raise ConfigError(
+                    f"env.args.path: {path}: {len(rows)} rows are too few to hold some out; give eval_path"
+                )
 
     async def reset(self, seed: int, split: str) -> tuple[Message, ...]:
         """The prompt of a row. Raises `EnvironmentFailure("empty_split")`."""
@@ -102,10 +108,11 @@ def _function(path: str) -> _Score:
         sys.path.append(here)
     try:
         score: Any = attrgetter(name)(importlib.import_module(module))
-        inspect.signature(score).bind("answer", {})
-    except (ImportError, AttributeError, SyntaxError, NameError) as error:
+    except Exception as error:  # code of others
         text = f"{path!r} does not import: {type(error).__name__}: {error}; expected 'module:function' or a command"
         raise ConfigError(f"env.args.reward: {text}") from error
+    try:
+        inspect.signature(score).bind("answer", {})
     except TypeError as error:
         raise ConfigError(f"env.args.reward: {path!r}: {error}; expected a function of (answer, row)") from None
     except ValueError:  # a signature that cannot be read
@@ -132,7 +139,10 @@ def _is_command(reward: str | Sequence[str]) -> bool:
 
 
 def _command(reward: str | Sequence[str]) -> _Score:
-    parts = shlex.split(reward) if isinstance(reward, str) else [str(part) for part in reward]
+    try:
+        parts = shlex.split(reward) if isinstance(reward, str) else [str(part) for part in reward]
+    except ValueError as error:
+        raise ConfigError(f"env.args.reward: {reward!r}: {error}") from None
     if not parts or shutil.which(parts[0]) is None:
         text = f"{reward!r} is neither 'module:function' nor a program that is found"
         raise ConfigError(f"env.args.reward: {text}")
@@ -166,10 +176,12 @@ def _command(reward: str | Sequence[str]) -> _Score:
 
 def _files(name: str, path: str) -> tuple[list[Path], list[Path]]:
     """(files to train on, files held out) of a file or folder. Raises `ConfigError`."""
+    if not isinstance(path, str):
+        raise ConfigError(f"env.args.{name}: {path!r}, expected a path")
     root = Path(path).expanduser()
     if root.is_file():
         return [root], []
-    found = sorted(file for file in root.rglob("*") if file.suffix in _SUFFIXES and file.name not in _NO_ROWS)
+    found = sorted(file for file in root.rglob("*") if _has_rows(file.relative_to(root)))
     if not found:
         expected = f"expected a file or folder of {', '.join(_SUFFIXES)}"
         wrong = "no such files in it" if root.is_dir() else "not there"
@@ -180,6 +192,13 @@ def _files(name: str, path: str) -> tuple[list[Path], list[Path]]:
         return any(part.lower() in _HELD_OUT for part in parts)
 
     return [file for file in found if not held_out(file)], [file for file in found if held_out(file)]
+
+
+def _has_rows(file: Path) -> bool:
+    """Whether a file of a folder holds rows: none that is hidden, of a library's cache, or of a model beside it."""
+    hidden = any(part.startswith(".") for part in file.parts)
+    beside = file.name.endswith(("_info.json", "_infos.json", "_dict.json", "config.json", "state.json"))
+    return file.suffix in _SUFFIXES and not (hidden or beside or file.name.startswith(("cache-", "tokenizer")))
 
 
 def _rows(files: tuple[Path, ...], prompt: str) -> Sequence[Row]:
