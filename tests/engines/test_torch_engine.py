@@ -187,12 +187,14 @@ def test_requests_that_come_while_weights_change_are_all_served_and_hold_up_no_u
             begun = [ask(engine, f"{ref.version}/{i}", prompt) for i, prompt in enumerate(prompts(rng, 6, 2, 9))]
             _, *answers = await asyncio.wait_for(asyncio.gather(engine.update_weights(ref), *begun), 30)
             assert engine.version == ref.version
-            pairs += answers
+            # On a busy machine all six may have ended before the weights changed; this one comes after it.
+            pairs += [*answers, await ask(engine, f"{ref.version}/after", prompts(rng, 1, 2, 9)[0])]
         await engine.close()
         return pairs
 
     pairs = asyncio.run(main())
-    assert len(pairs) == 72 and {span[2] for _, done in pairs for span in done.version_spans.tolist()} >= {11, 12}
+    assert len(pairs) == 84
+    assert {span[2] for _, done in pairs for span in done.version_spans.tolist()} >= set(range(1, 13))
     assert max(compare(models, *pair) for pair in pairs) < TOLERANCE
 
 
