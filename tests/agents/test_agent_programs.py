@@ -194,11 +194,14 @@ def test_one_program_plays_many_episodes_and_is_started_again(tiny_model: Path, 
     assert died.reason == "agent_exit" and "exit code 9" in died.detail
 
 
-def test_a_program_that_cannot_be_started_is_tried_again(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_program_that_cannot_be_started_is_tried_again(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sao.agents.host.RESTART_S", 0.2)
     program = tmp_path / "worker.py"
     program.write_text(WORKER)
     env = Agent([sys.executable, "-S", str(program)], start="once")
-    real, fails = env.run, iter([True])
+    real, fails = env.run, iter([True, True])
 
     async def run(*arguments: Any) -> Any:
         if next(fails, False):
@@ -214,6 +217,47 @@ def test_a_program_that_cannot_be_started_is_tried_again(tiny_model: Path, tmp_p
             return await play(Assignment(1, 0, 1, "eval"))
 
     assert asyncio.run(main()).reward == 0.1
+
+
+OPENS = """
+import json, os, urllib.request
+
+def post(path, body, key):
+    request = urllib.request.Request(
+        os.environ["SAO_AGENT_URL"] + path, json.dumps(body).encode(), {"Authorization": "Bearer " + key}
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.loads(answer.read() or b"null")
+
+session = post("/sessions", {"wait_s": 30}, os.environ["SAO_AGENT_TOKEN"])
+post("/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, session["api_key"])
+if session["seed"] == 1:
+    os._exit(3)
+post("/sessions/reward", {"reward": 0.5}, session["reward_key"])
+post("/sessions/close", {}, session["reward_key"])
+"""
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_the_end_of_a_program_fails_what_it_had_opened_or_one_that_waits(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opens: bool
+) -> None:
+    monkeypatch.setattr("sao.agents.host.RESTART_S", 0.1)
+    program = tmp_path / "worker.py"
+    program.write_text(OPENS if opens else "raise SystemExit('no such library')")
+    env = Agent([sys.executable, "-S", str(program)], start="once")
+
+    async def main() -> list[Any]:
+        async with hosting(configured(tiny_model), ScriptedEngine(says(20, END)), env) as play, asyncio.timeout(60):
+            playing = (play(Assignment(seed, 0, seed, "eval")) for seed in (1, 2, 3))
+            return await asyncio.gather(*playing, return_exceptions=True)
+
+    lost, *others = asyncio.run(main())
+    assert lost.reason == "agent_exit"
+    if opens:
+        assert [one.reward for one in others] == [0.5, 0.5]
+    else:
+        assert ["no such library" in one.detail for one in others] == [True, True]  # each by a start of its own
 
 
 def test_an_agent_from_elsewhere_finds_address_and_token(tiny_model: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from agents.tool_agents import (
 from rollout.families import folder, templates
 from scripted import Reply
 
+from sao.agents.watching import Growing, Stopper
 from sao.engines.base import Completion, Flight, Request
 from sao.envs.agent import Access
 from sao.envs.protocol import Message
@@ -189,6 +190,49 @@ def test_a_stop_text_ends_a_turn_and_its_ids_stay_whole(tmp_path: Path) -> None:
     assert len(trajectory.segments) == 2 and trajectory.metadata["agent_rewritten"] == 0  # the second goes on anew
     assert trajectory.metadata["agent_drift"] == 0
     check_books(trajectory, engine)
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "content", "reasoning"),
+    [
+        ("<think>one STOP two</think>three", ["STOP"], "", "one "),
+        ("<think>ST</think>STOP two", ["STOP"], "", "ST"),
+        ("h€llo \ufffd!", ["\ufffd"], "h€llo ", ""),
+        ("h€llo", ["€"], "h", ""),
+        ("hello abc def", ["abc", "ab"], "hello ", ""),
+        ("STOP x", ["STOP"], "", ""),
+    ],
+)
+def test_a_stop_text_is_cut_off_wherever_it_is(
+    tmp_path: Path, text: str, stops: list[str], content: str, reasoning: str
+) -> None:
+    renderer = Renderer(folder(tmp_path, "qwen3"))
+    engine = Recording(lambda request, number: Reply(sampled(renderer, text)))
+
+    async def script(access: Access, post: Any) -> float:
+        choice = await chat(post, {"messages": [user("a")], "stop": stops})
+        assert choice["message"]["content"] == content and choice["message"].get("reasoning_content", "") == reasoning
+        status, body = await post("/v1/messages", {"messages": [user("a")], "stop_sequences": stops, "max_tokens": 99})
+        assert (status, body["stop_reason"]) == (200, "stop_sequence") and body["stop_sequence"] in stops
+        status, body = await post("/v1/chat/completions", {"messages": [user("a")], "stop": "x" * 2000})
+        assert (status, body["error"]["param"]) == (400, "stop")
+        return 1.0
+
+    check_books(run(configuration(tmp_path), engine, script), engine)
+
+
+def test_watching_a_turn_costs_the_same_for_each_of_its_tokens(tmp_path: Path) -> None:
+    renderer, decoded = Renderer(folder(tmp_path, "qwen3")), list[int]()
+    ids = renderer._encode("a € word 👩‍👩‍👧 and 中文. " * 50).tolist()
+
+    def decode(given: Any) -> str:
+        decoded.append(len(given))
+        return renderer.decode(given)
+
+    text, stopper = Growing(decode), Stopper(decode, ("x" * 900, "never"), None)
+    grown = "".join(text.add([token]) for token in ids)
+    assert grown == renderer.decode(ids)
+    assert not any(stopper(token) for token in ids) and max(decoded) < 40
 
 
 def test_a_repeated_request_gets_the_turn_that_was_sampled(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from sao.config import Config, parse
 from sao.engines.base import Request
 from sao.envs import registry
 from sao.envs.agent import Access
-from sao.errors import ConfigError, EngineError, EnvironmentFailure
+from sao.errors import ConfigError
 from sao.rollout.chat import Renderer
 from sao.rollout.recorder import Assignment, Recorder
 from sao.trajectory import Trajectory, decode, encode
@@ -355,71 +355,6 @@ def test_nothing_is_sampled_when_the_episode_ends_while_a_conversation_is_encode
     with pytest.raises(ApiError, match="the session is over"):
         asyncio.run(session.complete(read({"messages": [user("a")]}, recorder.temperature)))
     assert not engine.requests and not recorder.segments()
-
-
-def test_limits_end_an_episode_as_truncated(tiny_model: Path) -> None:
-    async def greedy(access: Access, post: Post) -> None:
-        for number in range(9):
-            status, body = await post("/v1/chat/completions", {"messages": [user("a")]})
-            assert status == (200 if number < 6 else 400), body
-        assert body["error"]["code"] == "max_turns"
-        raise EnvironmentFailure("agent_exit", "it gives up")
-
-    trajectory = played(tiny_model, Scripted(greedy))
-    assert (trajectory.termination.reason, trajectory.reward, trajectory.n_actions) == ("max_turns", 0.0, 18)
-
-    async def wordy(access: Access, post: Post) -> float:
-        await ask(post, user("a"))
-        status, body = await post("/v1/chat/completions", {"messages": [user("a " * 80)]})
-        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
-        return 0.25
-
-    trajectory = played(tiny_model, Scripted(wordy))
-    assert (trajectory.termination.reason, trajectory.reward) == ("context", 0.25)
-
-    async def slow(access: Access, post: Post) -> float:
-        await ask(post, user("a"))
-        await asyncio.sleep(60)
-        return 1.0
-
-    trajectory = played(tiny_model, Scripted(slow), env={"episode_timeout_s": 0.5})
-    assert (trajectory.termination.kind, trajectory.termination.reason) == ("truncated", "time_limit")
-
-
-async def nothing(access: Access, post: Post) -> None: ...
-
-
-async def one_call(access: Access, post: Post) -> None:
-    await ask(post, user("a"))
-
-
-async def too_much(access: Access, post: Post) -> float:
-    await ask(post, user("a"))
-    return 3.0
-
-
-async def crash(access: Access, post: Post) -> float:
-    raise ZeroDivisionError("oh")
-
-
-@pytest.mark.parametrize(
-    ("script", "reason"),
-    [(nothing, "no_turn"), (one_call, "no_reward"), (too_much, "bad_reward"), (crash, "agent_error")],
-)
-def test_failures_are_no_rewards(tiny_model: Path, script: Any, reason: str) -> None:
-    with pytest.raises(EnvironmentFailure) as caught:
-        played(tiny_model, Scripted(script))
-    assert caught.value.reason == reason
-
-
-def test_an_engine_that_fails_fails_the_episode(tiny_model: Path) -> None:
-    async def script(access: Access, post: Post) -> float:
-        status, body = await post("/v1/chat/completions", {"messages": [user("a")]})
-        assert status == 503 and body["error"]["type"] == "server_error"
-        return 1.0
-
-    with pytest.raises(EngineError, match="no_token_capture"):
-        played(tiny_model, Scripted(script), ScriptedEngine(lambda *_: Reply([20, END], [-1.0])))
 
 
 def test_text_and_keys_that_are_no_unicode_are_refused_in_openais_form(tiny_model: Path) -> None:

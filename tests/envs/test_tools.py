@@ -97,6 +97,16 @@ def test_a_result_that_cannot_be_written_is_an_error_that_the_policy_sees() -> N
     assert result.content.startswith("error: ValueError")
 
 
+def test_half_of_a_character_in_a_result_does_not_fail_the_episode() -> None:
+    def echo(x: str) -> str:
+        return x
+
+    calls = (ToolCall("echo", '{"x": "a\\ud800"}', "call00000"), ToolCall("no\ud800", "{}", "call00001"))
+    results = asyncio.run(Tools(echo).results(Message("assistant", "", calls)))
+    assert results[0].content == "a?" and "there is no tool" in results[1].content
+    check_step(StepResult(results, None, False), (0.0, 1.0), calls)
+
+
 @pytest.mark.parametrize("functions", [(look, look), (lambda: 1,), (3,)])
 def test_what_is_no_tool_is_refused(functions: Any) -> None:
     with pytest.raises(ConfigError, match="tools: "):

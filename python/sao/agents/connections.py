@@ -30,6 +30,11 @@ _MAX_LINGERING: Final = 64  # so many; the others are cut off, for their descrip
 log = logging.getLogger(__name__)
 
 
+def json_answer(body: dict[str, Any], status: int = 200) -> web.Response:
+    """A whole answer."""
+    return web.Response(body=json.dumps(body).encode(), status=status, content_type="application/json")
+
+
 class Connections:
     """Makes the connections of a listening socket, which `server` answers. most: that may be open at a time."""
 
@@ -91,6 +96,23 @@ class Connection(web.RequestHandler):
         self._shared.open -= self._admitted
         self._shared.lingering -= self._refused
         super().connection_lost(error)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer to what is no HTTP, or has failed here, in OpenAI's form."""
+        if isinstance(exc, ConnectionError) or request.writer.output_size > 0:
+            raise exc if isinstance(exc, ConnectionError) else ConnectionError("the answer has begun")
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            log.error("agents: %s %s failed", request.method, request.path, exc_info=exc)
+        text = (message or "").partition("\n")[0].strip() or HTTPStatus(status).phrase
+        answer = json_answer(error_body(ApiError(status, f"{text:.200}")), status)
+        answer.force_close()
+        return answer
 
     def answering(self, busy: bool) -> None:
         """A request has arrived, or has been answered."""

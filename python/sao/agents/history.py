@@ -30,16 +30,23 @@ _CALL_ID = re.compile(r"call\d{5,}")
 class Point:
     """A conversation and its ids, which end with a turn of the policy.
 
-    place: that of the conversation up to the turn and with it. segment: the one that the ids continue. ids: int32[n].
-    messages: with what agents leave out, the reasoning of the policy's turns. prompt_tokens: ids before the turn.
+    place: that of the conversation up to the turn and with it. segment: the one that begins with the ids. messages:
+    with what agents leave out, the reasoning of the policy's turns.
     """
 
     place: bytes
     segment: SegmentBuilder
-    ids: np.ndarray
     messages: Conversation
-    prompt_tokens: int
     turn: Turn
+
+    @property
+    def n_tokens(self) -> int:
+        return self.turn.prompt_tokens + self.turn.completion_tokens
+
+    @property
+    def ids(self) -> np.ndarray:
+        """int32[n], made anew: one array a turn would be quadratic in the length of a conversation."""
+        return self.segment.token_ids[: self.n_tokens]
 
 
 class Found(NamedTuple):
@@ -84,10 +91,10 @@ class History:
                 place = _digest(place, "assistant", _text_form(message).hex())
         return Found(point, found, place, last)
 
-    def add(self, place: bytes, segment: SegmentBuilder, ids: np.ndarray, messages: Conversation, turn: Turn) -> Point:
-        """Takes a turn that was sampled behind the conversation of `place`; `ids` and `messages` end with it."""
+    def add(self, place: bytes, segment: SegmentBuilder, messages: Conversation, turn: Turn) -> Point:
+        """Takes a turn that was sampled behind the conversation of `place`; `segment` and `messages` end with it."""
         after = _digest(place, "turn", str(len(self._points)))
-        point = Point(after, segment, ids, messages, ids.size - turn.completion_tokens, turn)
+        point = Point(after, segment, messages, turn)
         self._turns |= dict.fromkeys((call.id for call in turn.message.tool_calls), turn)
         content = turn.message.content
         forms = {_text_form(turn.message), _text_form(Message("assistant", turn.text))}

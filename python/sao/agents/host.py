@@ -70,9 +70,15 @@ class AgentHost:
                 try:
                     async with asyncio.timeout(self._config.env.episode_timeout_s):
                         reward, cut = await self._reward(env, session), session.cut
-                except TimeoutError:
+                except (TimeoutError, EnvironmentFailure) as ended:
+                    if session.fault is not None:  # whatever came of it, the episode is lost by this
+                        raise session.fault from ended
+                    if isinstance(ended, EnvironmentFailure):
+                        raise
                     recorder.check_begun()
                     reward, cut = session.reward, "time_limit"
+            if session.fault is not None:
+                raise session.fault
             if not recorder.n_segments:
                 raise EnvironmentFailure("no_turn", "the agent ended without a turn of the policy")
             if reward is None and not cut:
@@ -98,9 +104,10 @@ class AgentHost:
             if playing.done():
                 reward = playing.result()
             else:
-                log.warning("agents: an agent goes on %g s behind a limit (%s); it is ended", GRACE_S, session.cut)
+                why = session.cut or "the engine failed"
+                log.warning("agents: an agent goes on %g s behind a limit (%s); it is ended", GRACE_S, why)
         except EnvironmentFailure as failure:
-            if session.fault is None and not session.cut:  # an agent may fail when its calls are refused
+            if not session.limited.is_set():  # an agent may fail when its calls are refused
                 if not self._lowest(env, session, failure):
                     raise
                 reward = env.reward_range[0]
@@ -111,8 +118,6 @@ class AgentHost:
         finally:
             self._server.remove(session)
             await _dropped(playing, limited)
-        if session.fault is not None:
-            raise session.fault
         return session.reward if reward is None else reward
 
     async def _played(self, env: AgentEnvironment, session: AgentSession, access: Access) -> float | None:
@@ -140,16 +145,24 @@ class AgentHost:
         return False
 
     async def _keep(self, env: Agent) -> None:
-        """Runs the program that serves all episodes; when it ends, the episodes that it had fail, and it runs again."""
+        """Runs the program that serves all episodes; when it ends, the episodes that it had fail, and it runs again.
+
+        Those that wait to be opened are for the next start. But one of them fails when the program has ended without
+        opening any, so that one that never gets going comes to an end (`run.max_failures_in_a_row`).
+        """
         variables = {"SAO_AGENT_URL": self._server.base_url, "SAO_AGENT_TOKEN": self._server.token}
         while True:
+            before = self._server.opened
             try:
                 code, _, err = await env.run(env.command, variables)
                 failure = EnvironmentFailure("agent_exit", f"the agents' program ended with exit code {code}: {err}")
             except EnvironmentFailure as error:  # it could not be started now
                 failure = error
             log.warning("%s", failure)
-            for session in self._server.sessions:
+            lost = [session for session in self._server.sessions if session.opened]
+            if self._server.opened == before and (first := self._server.waiting()) is not None:
+                lost.append(first)
+            for session in lost:
                 session.failure = failure
                 session.ended.set()
             await asyncio.sleep(RESTART_S)

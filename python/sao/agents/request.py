@@ -22,7 +22,7 @@ Note = Literal["overruled", "unforced", "ignored"]
 """Why a field is not followed: the run's own sampling rules; it would mask tokens; it is not known here."""
 FinishReason = Literal["stop", "length", "tool_calls"]
 Conversation = tuple[Message, ...]
-MAX_STOPS = 16
+MAX_STOPS, MAX_STOP = 16, 1000  # texts, and characters of one; each is looked for at every token
 _EMPTY = {"description": "", "parameters": {"type": "object", "properties": {}}}  # some templates read both unasked
 _SAMPLING = {  # fields that shape sampling, and the values that change nothing
     "top_p": (1,),
@@ -138,8 +138,10 @@ def token_limit(body: dict[str, Any], *names: str) -> int | None:
 def stop_texts(name: str, given: Any) -> tuple[str, ...]:
     """The texts of a `stop` field: none, one, or a list."""
     texts = [given] if isinstance(given, str) else [] if given is None else given
-    if not isinstance(texts, list) or len(texts) > MAX_STOPS or not all(isinstance(one, str) for one in texts):
-        raise wrong(name, f"{given!r:.200}, expected text or a list of at most {MAX_STOPS} texts")
+    fits = isinstance(texts, list) and len(texts) <= MAX_STOPS
+    if not fits or not all(isinstance(one, str) and len(one) <= MAX_STOP for one in texts):
+        expected = f"text or a list of at most {MAX_STOPS} texts, each of at most {MAX_STOP} characters"
+        raise wrong(name, f"{given!r:.200}, expected {expected}")
     return tuple(one for one in texts if one)
 
 

@@ -19,24 +19,26 @@ import json
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, cast
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from sao.agents import anthropic_messages, chat_completions, responses
-from sao.agents.connections import Connection, Connections
+from sao.agents.connections import Connection, Connections, json_answer
 from sao.agents.request import ApiError, Dialect, ModelCall, Stream, Turn
 from sao.agents.session import AgentSession
+from sao.agents.watching import Pieces
 from sao.envs.agent import Access
-from sao.envs.protocol import Message, check_reward
+from sao.envs.protocol import check_reward
 from sao.errors import ConfigError, EnvironmentFailure
-from sao.rollout.chat import Renderer
 
 MAX_BODY_BYTES = 16 << 20
 READ_S = 30.0  # for a body to arrive as a whole
-KEEP_ALIVE_S = 10.0  # between two signs of life in a stream
 PIECE_S = 0.05  # between two pieces of a stream
 MAX_WAIT_S = 60.0
+_CLOSE_S = 0.5  # for what is being answered when the endpoint ends
 MAX_LOGGED = 100  # fields of requests that the log names
 DIALECTS: dict[str, Dialect] = {
     "chat/completions": cast(Dialect, chat_completions),
@@ -48,8 +50,6 @@ _WHY = {
     "unforced": "not enforced: a mask would change what the log-probs mean",
     "ignored": "not known, and ignored",
 }
-
-_PROBE = (Message("user", "a"),)
 
 log = logging.getLogger(__name__)
 
@@ -64,26 +64,24 @@ class AgentServer:
         self._rewards: dict[str, AgentSession] = {}
         self._logged: set[tuple[str, str]] = set()
         self._offered: asyncio.Queue[AgentSession] = asyncio.Queue()
-        self._runner: Any = None
+        self.opened = 0  # sessions that agents have opened
+        self._http: web.Server | None = None
         self._listener: asyncio.Server | None = None
+        self._routes: dict[str, tuple[str, Callable[[web.BaseRequest, str], Awaitable[web.StreamResponse]]]] = {
+            "models": ("GET", self._models),
+            "sessions": ("POST", self._open),
+            "sessions/reward": ("POST", self._reward),
+            "sessions/close": ("POST", self._close),
+            "messages/count_tokens": ("POST", self._count),
+        }
+        self._routes |= {path: ("POST", partial(self._ask, dialect)) for path, dialect in DIALECTS.items()}
 
     async def start(self, host: str, port: int) -> None:
         """Listens; port 0: any that is free. Raises `ConfigError` when it cannot."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_answer])
-        for below in ("/v1", "/session/{key}/v1"):
-            app.router.add_get(f"{below}/models", self._models)
-            for path, dialect in DIALECTS.items():
-                app.router.add_post(f"{below}/{path}", self._asking(dialect))
-            app.router.add_post(f"{below}/messages/count_tokens", self._count)
-        app.router.add_post("/v1/sessions", self._open)
-        app.router.add_post("/v1/sessions/reward", self._reward)
-        app.router.add_post("/v1/sessions/close", self._close)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.5)
-        await self._runner.setup()
+        self._http = web.Server(self._serve, request_factory=_request)
         try:
-            connections = Connections(self._runner.server)
             every = None if host == "*" else host
-            self._listener = await asyncio.get_running_loop().create_server(connections, every, port)
+            self._listener = await asyncio.get_running_loop().create_server(Connections(self._http), every, port)
         except OSError as error:
             raise ConfigError(f"generator.agents_bind: {host}:{port}: {error}") from error
         name, number = self._listener.sockets[0].getsockname()[:2]
@@ -94,8 +92,9 @@ class AgentServer:
     async def close(self) -> None:
         if self._listener is not None:
             self._listener.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._http is not None:
+            self._http.pre_shutdown()
+            await self._http.shutdown(_CLOSE_S)
 
     def add(self, session: AgentSession) -> Access:
         """Begins to answer a session's keys."""
@@ -118,58 +117,78 @@ class AgentServer:
         """Lets the next agent that opens a session have this one."""
         self._offered.put_nowait(session)
 
+    def waiting(self) -> AgentSession | None:
+        """Takes the session that waits longest for an agent; None if none does."""
+        while not self._offered.empty():
+            if not (session := self._offered.get_nowait()).closed:
+                return session
+        return None
+
     async def _next(self) -> AgentSession:
         while (session := await self._offered.get()).closed:
             pass
         return session
 
-    async def _models(self, request: web.Request) -> web.StreamResponse:
-        context = self._find(request, self._sessions).recorder.config.sampling.context_tokens
+    async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answers a request; every refusal in the form of the dialect that was spoken, else in OpenAI's."""
+        connection, form = cast(Connection, request.protocol), chat_completions.error_body
+        connection.answering(True)
+        try:
+            key, path = _key_in_path(request.raw_path.partition("?")[0])
+            form = DIALECTS[found].error if (found := path.removesuffix("/count_tokens")) in DIALECTS else form
+            method, answer = self._routes.get(path, ("", None))
+            if answer is None:
+                raise ApiError(404, f"{request.method} {request.path}: Not Found")
+            if request.method != method:
+                raise ApiError(405, f"{request.method} {request.path}: Method Not Allowed")
+            return await answer(request, _key(request) if key is None else key)
+        except ApiError as error:
+            refused = error
+        except RecursionError:
+            refused = ApiError(400, "the body is nested too deep")
+        except web.HTTPException as error:
+            refused = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
+        finally:
+            connection.answering(False)
+        refusal = json_answer(form(refused), refused.status)
+        if request.content.exception() is not None:  # what is left of the connection is not looked at any more
+            request.content.feed_eof()
+            refusal.force_close()
+        return refusal
+
+    async def _models(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
+        context = _find(key, self._sessions).recorder.config.sampling.context_tokens
         model = {"id": self.model, "object": "model", "created": 0, "owned_by": "sao"}
         model |= {"max_model_len": context, "context_length": context}
-        return web.json_response({"object": "list", "data": [model]})
+        return json_answer({"object": "list", "data": [model]})
 
-    def _asking(self, dialect: Dialect) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            try:
-                return await self._ask(request, dialect)
-            except RecursionError:
-                error = ApiError(400, "the body is nested too deep")
-            except ApiError as refused:
-                error = refused
-            return web.json_response(dialect.error(error), status=error.status)
-
-        return handle
-
-    async def _ask(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
-        session = self._find(request, self._sessions)
-        body = await _body(request)
-        call = dialect.parse(body, session.recorder.temperature)
+    async def _ask(self, dialect: Dialect, request: web.BaseRequest, key: str) -> web.StreamResponse:
+        session = _find(key, self._sessions)
+        data = await _body(request)
+        call = dialect.parse(_object(data), session.recorder.temperature)
         self._log(call)
-        piece = _Pieces(session.recorder.renderer, call) if call.stream else None
-        asked = session.asked(
-            call, _digest(request, await request.read()), _repeated(request), _hung_up(request), piece
-        )
+        piece = Pieces(session.recorder.renderer, call) if call.stream else None
+        gone = _hung_up(request)
+        asked = session.asked(call, _digest(request, data), _repeated(request), gone, piece)
         if piece is None:
-            response: web.StreamResponse = web.json_response(
+            response: web.StreamResponse = json_answer(
                 dialect.answer(await asyncio.shield(asked.work), call, self.model)
             )
+            await response.prepare(request)
+            await _in_time(request, response.write_eof())
         else:
             response = await self._stream(request, asked.work, piece, dialect.stream(call, self.model))
-        asked.delivered = not _hung_up(request)()
+        asked.delivered = not gone()
         return response
 
-    async def _count(self, request: web.Request) -> web.StreamResponse:
+    async def _count(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
         """Anthropic's count of a prompt's tokens."""
-        try:
-            session = self._find(request, self._sessions)
-            call = anthropic_messages.parse(await _body(request), session.recorder.temperature)
-            return web.json_response({"input_tokens": await session.prompt_tokens(call)})
-        except ApiError as error:
-            return web.json_response(anthropic_messages.error(error), status=error.status)
+        session = _find(key, self._sessions)
+        call = anthropic_messages.parse(_object(await _body(request)), session.recorder.temperature)
+        return json_answer({"input_tokens": await session.prompt_tokens(call)})
 
     async def _stream(
-        self, request: web.Request, work: asyncio.Task[Turn], piece: _Pieces, stream: Stream
+        self, request: web.BaseRequest, work: asyncio.Task[Turn], piece: Pieces, stream: Stream
     ) -> web.StreamResponse:
         """Answers by events; an error that is known before the first token has a status of its own."""
         work.add_done_callback(lambda _: piece.event.set())
@@ -178,19 +197,18 @@ class AgentServer:
             work.result()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        await _written(request, response, stream.begin())
+        await _in_time(request, response.write(stream.begin()))
         while not work.done():
             if text := piece.more():
-                await _written(request, response, stream.more(text))
+                await _in_time(request, response.write(stream.more(text)))
                 await asyncio.sleep(PIECE_S)
             elif not await piece.wait():
-                await _written(request, response, b": waiting\n\n")
+                await _in_time(request, response.write(b": waiting\n\n"))
         try:
             rest = stream.end(work.result(), piece.sent)
         except ApiError as error:
             rest = stream.error(error)
-        await _written(request, response, rest)
-        await response.write_eof()
+        await _in_time(request, response.write_eof(rest))
         return response
 
     def _log(self, call: ModelCall) -> None:
@@ -200,10 +218,10 @@ class AgentServer:
                 self._logged.add((name, note))
                 log.warning("agents: %.60r of a request is %s", name, _WHY[note])
 
-    async def _open(self, request: web.Request) -> web.StreamResponse:
-        if not hmac.compare_digest(_key(request).encode(errors="replace"), self.token.encode()):
+    async def _open(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
+        if not hmac.compare_digest(key.encode(errors="replace"), self.token.encode()):
             raise ApiError(401, "the server's token is needed to open a session", code="invalid_api_key")
-        wait_s = (await _body(request)).get("wait_s", 30.0)
+        wait_s = _object(await _body(request)).get("wait_s", 30.0)
         if type(wait_s) not in (int, float) or not 0 <= wait_s <= MAX_WAIT_S:
             raise ApiError(400, f"wait_s: {wait_s!r}, expected 0 to {MAX_WAIT_S:g}", param="wait_s")
         try:
@@ -211,110 +229,72 @@ class AgentServer:
                 session = await self._next()
         except TimeoutError:
             return web.Response(status=204)
-        if request.transport is None or request.transport.is_closing():  # who asked has hung up: the next one's
+        if _hung_up(request)():  # the next one's
             self.offer(session)
             return web.Response(status=204)
+        session.opened = True
+        self.opened += 1
         task = session.recorder.assignment
         found = {"id": task.session, "seed": task.seed, "split": task.split, "model": self.model}
         found |= {"api_key": session.api_key, "reward_key": session.reward_key, "base_url": self.base_url}
-        return web.json_response(found)
+        return json_answer(found)
 
-    async def _reward(self, request: web.Request) -> web.StreamResponse:
-        session = self._find(request, self._rewards)
+    async def _reward(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
+        session = _find(key, self._rewards)
         try:
-            given = (await _body(request)).get("reward")
+            given = _object(await _body(request)).get("reward")
             reward = check_reward(None if isinstance(given, bool) else given, session.reward_range)
         except EnvironmentFailure as failure:
             raise ApiError(400, failure.detail, param="reward") from None
         if session.reward is not None:
             raise ApiError(409, f"this session already has the reward {session.reward:g}", code="already_rewarded")
         session.reward = reward
-        return web.json_response({"reward": reward})
+        return json_answer({"reward": reward})
 
-    async def _close(self, request: web.Request) -> web.StreamResponse:
-        session = self._find(request, self._rewards)
-        failure = (await _body(request)).get("failure")
+    async def _close(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
+        session = _find(key, self._rewards)
+        failure = _object(await _body(request)).get("failure")
         if failure is not None:
             session.failure = EnvironmentFailure("agent_failed", str(failure)[:2000])
         elif session.reward is None:
             raise ApiError(409, "a session that has no reward cannot be closed without a failure", code="no_reward")
         session.ended.set()
-        return web.json_response({"id": session.recorder.session})
-
-    def _find(self, request: web.Request, sessions: dict[str, AgentSession]) -> AgentSession:
-        session = sessions.get(_key(request))  # keys are random: the time of a look-up reveals nothing of them
-        if session is None:
-            raise ApiError(401, "the key is that of no open session", code="invalid_api_key")
-        return session
+        return json_answer({"id": session.recorder.session})
 
 
-class _Pieces:
-    """The content of a turn while it is sampled, as far as it is settled; see `Watch`, called in any thread.
-
-    Nothing is settled behind what may begin a call or reasoning, or white space that may be stripped at the end. event:
-    there is more, or the turn is complete. sent: what was taken.
-    """
-
-    def __init__(self, renderer: Renderer, call: ModelCall) -> None:
-        self._renderer, self._loop = renderer, asyncio.get_running_loop()
-        self._marks = "<[{" if call.tools else "<["
-        probe = renderer.read(renderer.encode("a"), renderer.initial(_PROBE))
-        self._whole = bool(call.stops) or not probe.content  # a turn that begins as reasoning, or may lose its end
-        self._ids: list[int] = []
-        self._seen = 0
-        self.event = asyncio.Event()
-        self.sent = ""
-
-    def __call__(self, token: int) -> bool:
-        self._ids.append(token)
-        self._loop.call_soon_threadsafe(self.event.set)
-        return False
-
-    async def wait(self) -> bool:
-        """Waits for more; false when nothing came for `KEEP_ALIVE_S`."""
-        try:
-            async with asyncio.timeout(KEEP_ALIVE_S):
-                await self.event.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    def more(self) -> str:
-        """What is settled and was not taken yet."""
-        self.event.clear()
-        ids = self._ids[:]
-        if len(ids) == self._seen or self._whole:
-            return ""
-        self._seen = len(ids)
-        text = self._renderer.visible(ids)
-        at = min((text.index(mark) for mark in self._marks if mark in text), default=len(text))
-        settled = text[:at].rstrip().rstrip("\ufffd")
-        if settled[:1].isspace() or not settled.startswith(self.sent):
-            return ""
-        piece, self.sent = settled[len(self.sent) :], settled
-        return piece
+def _request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+    loop = asyncio.get_running_loop()
+    return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=MAX_BODY_BYTES)
 
 
-def _digest(request: web.Request, body: bytes) -> bytes:
-    head = f"{request.path}\n{request.headers.get('Idempotency-Key', '')}\n".encode(errors="replace")
+def _find(key: str, sessions: dict[str, AgentSession]) -> AgentSession:
+    session = sessions.get(key)  # keys are random: the time of a look-up reveals nothing of them
+    if session is None:
+        raise ApiError(401, "the key is that of no open session", code="invalid_api_key")
+    return session
+
+
+def _digest(request: web.BaseRequest, body: bytes) -> bytes:
+    head = f"{request.raw_path}\n{request.headers.get('Idempotency-Key', '')}\n".encode(errors="replace")
     return hashlib.blake2b(head + body, digest_size=16).digest()
 
 
-def _repeated(request: web.Request) -> bool:
+def _repeated(request: web.BaseRequest) -> bool:
     """Whether a request, if it was made before, is the same one once more."""
-    count = request.headers.get("x-stainless-retry-count", "0")
-    return (count.isdecimal() and int(count) > 0) or "Idempotency-Key" in request.headers
+    count = request.headers.get("x-stainless-retry-count", "")
+    return (count.isdecimal() and count.strip("0") != "") or "Idempotency-Key" in request.headers
 
 
-def _hung_up(request: web.Request) -> Callable[[], bool]:
-    return lambda: request.transport is None or request.transport.is_closing()
+def _hung_up(request: web.BaseRequest) -> Callable[[], bool]:
+    """Tells whether who asks has hung up; it outlives the request, so it holds nothing of it."""
+    return (lambda: True) if request.transport is None else request.transport.is_closing
 
 
-async def _written(request: web.Request, response: web.StreamResponse, events: bytes) -> None:
-    """Writes events of a stream; who does not read them for `READ_S` is cut off, since a connection is held by it."""
+async def _in_time(request: web.BaseRequest, writing: Awaitable[None]) -> None:
+    """Writes an answer, or a piece of it; who does not read for `READ_S` is cut off, for it holds a connection."""
     try:
         async with asyncio.timeout(READ_S):
-            await response.write(events)
+            await writing
     except TimeoutError:
         if request.transport is not None:
             request.transport.abort()
@@ -330,9 +310,14 @@ def _reachable(loopback: str) -> str:
     return socket.gethostname()
 
 
-def _key(request: web.Request) -> str:
-    if (in_path := request.match_info.get("key")) is not None:
-        return in_path
+def _key_in_path(path: str) -> tuple[str | None, str]:
+    """The key of an agent that has none elsewhere, and what is asked for; empty: nothing that there is."""
+    before, _, below = path.partition("/v1/")
+    key = before.removeprefix("/session/")
+    return (key or None, below) if not before or key not in ("", before) else (None, "")
+
+
+def _key(request: web.BaseRequest) -> str:
     if (key := request.headers.get("x-api-key", "")) and "Authorization" not in request.headers:
         return key.strip()
     kind, _, key = request.headers.get("Authorization", "").partition(" ")
@@ -341,12 +326,17 @@ def _key(request: web.Request) -> str:
     return key.strip()
 
 
-async def _body(request: web.Request) -> dict[str, Any]:
+async def _body(request: web.BaseRequest) -> bytes:
     try:
         async with asyncio.timeout(READ_S):
-            data = await request.read()
+            return await request.read()
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {READ_S:g} s") from None
+    except (web.RequestPayloadError, HttpProcessingError) as error:
+        raise ApiError(400, f"the body cannot be read: {error!s:.200}") from None
+
+
+def _object(data: bytes) -> dict[str, Any]:
     try:
         # Up to 0.4 s for 16 MiB, for who has a key; it would hold the lock of the interpreter in a thread as well.
         body = json.loads(data or b"{}")
@@ -355,21 +345,3 @@ async def _body(request: web.Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ApiError(400, "the body is no JSON object")
     return body
-
-
-@web.middleware
-async def _answer(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Every refusal in OpenAI's form."""
-    connection = cast(Connection, request.protocol)
-    connection.answering(True)
-    try:
-        return await handler(request)
-    except ApiError as error:
-        refused = error
-    except web.HTTPException as error:
-        refused = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
-    finally:
-        connection.answering(False)
-    return web.json_response(chat_completions.error_body(refused), status=refused.status)

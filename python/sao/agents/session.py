@@ -34,13 +34,14 @@ from sao.agents.request import (
     function_schemas,
     token_logprobs,
 )
+from sao.agents.watching import Stopper
 from sao.engines.base import Watch
 from sao.envs.protocol import Message
 from sao.errors import EnvironmentFailure, Error
 from sao.rollout.recorder import Recorder
 from sao.trajectory import Metadata, SegmentBuilder, Termination, Trajectory
 
-_STOP_TOKENS = 16  # that are decoded beside the characters of a stop text, to look for it
+COUNTS_A_TURN = 8  # of a prompt's tokens, for each turn that an episode may have
 
 log = logging.getLogger(__name__)
 
@@ -95,9 +96,9 @@ class AgentSession:
     """One episode. Its calls may come at once.
 
     api_key, reward_key: what its caller, and who rewards it, have to show. strict: fields that cannot be followed are
-    refused. ended: set when it was closed by HTTP, with `reward` or `failure`. cut: why further calls are refused, and
-    `limited` is set then. erred: the program failed, for which the policy got the lowest reward. fault: of the engine,
-    which fails the episode.
+    refused. opened: an agent has taken it by HTTP. ended: set when it was closed by HTTP, with `reward` or `failure`.
+    cut: why further calls are refused. fault: of the engine, which fails the episode; calls are refused then, too.
+    limited: set when they are. erred: the program failed, for which the policy got the lowest reward.
     """
 
     def __init__(self, recorder: Recorder, reward_range: tuple[float, float], *, strict: bool = False) -> None:
@@ -109,14 +110,14 @@ class AgentSession:
         self.fault: Error | None = None
         self.failure: EnvironmentFailure | None = None
         self.ended = asyncio.Event()
-        self.closed = self.erred = False
+        self.closed = self.erred = self.opened = False
         self._history, self._lanes = History(), _Lanes()
         self._busy: set[SegmentBuilder] = set()  # something is sampled behind them now
         self._asked: dict[bytes, Asked] = {}
         self._drifts: dict[tuple[Point, str], bool] = {}
         self._main: tuple[Conversation, str] | None = None
         self._names: dict[SegmentBuilder, str] = {}
-        self._n_calls = 0
+        self._n_calls = self._n_counts = 0
         self._began = time.perf_counter()
         self._counts = dict.fromkeys(("agent_drift", "agent_rewritten"), 0)
         self._counts |= {f"agent_{note}": 0 for note in get_args(Note)}
@@ -132,21 +133,27 @@ class AgentSession:
         """Has a call completed; one that comes again gets the turn that the first one has sampled or still samples.
 
         digest: of the request. again: it says of itself that it is repeated; one whose asker has hung up before the
-        answer is repeated, too. An asker that hangs up does not take its turn back: it is in the trajectory. Raises
-        `ApiError` for a call that is refused as `strict`.
+        answer is repeated, too. An asker that hangs up does not take its turn back: it is in the trajectory. What is
+        kept of a call until the episode ends is its digest and its turn; of one that failed nothing. Raises `ApiError`
+        for a call that is refused as `strict`.
         """
         before = self._asked.get(digest)
         lost = before is not None and not before.delivered and before.gone()
-        if before is not None and (again or lost) and not (before.work.done() and before.work.exception()):
+        if before is not None and (again or lost):
             before.gone = gone
             return before
         if call.notes and self.strict:
             name, note = next(iter(call.notes.items()))
             raise ApiError(400, f"{name}: {note}: env.args.strict is set", param=name, code="unsupported_value")
         work = asyncio.create_task(self.complete(call, watch))
-        work.add_done_callback(lambda done: done.cancelled() or done.exception())
         asked = self._asked[digest] = Asked(work, gone)
+        work.add_done_callback(lambda done: self._over(digest, done))
         return asked
+
+    def _over(self, digest: bytes, done: asyncio.Task[Turn]) -> None:
+        asked = self._asked.get(digest)
+        if (done.cancelled() or done.exception()) and asked is not None and asked.work is done:
+            del self._asked[digest]
 
     async def complete(self, call: ModelCall, watch: Watch | None = None) -> Turn:
         """Samples the turn behind a conversation. watch: sees its tokens, see `Request`. Raises `ApiError`."""
@@ -170,12 +177,12 @@ class AgentSession:
                 text += f" However, your messages resulted in {prompt.ids.size} tokens."
                 error = ApiError(400, text, param="messages", code="context_length_exceeded")
                 raise self._limit("context", error)
-        except ApiError:
+        except BaseException:  # nothing was sampled
             self._n_calls -= 1
             raise
         limit = min(room, config.sampling.max_response_tokens, call.max_tokens or room)
         segment = self._continued(prompt)
-        stopper = _Stopper(recorder, call.stops, watch) if call.stops else None
+        stopper = Stopper(recorder.renderer.decode, call.stops, watch) if call.stops else None
         lane = self._lanes.take(segment)
         if segment is not None:
             self._busy.add(segment)
@@ -184,6 +191,7 @@ class AgentSession:
             completion, wrote = await sampling
         except Error as error:
             self.fault = self.fault or error
+            self.limited.set()
             raise ApiError(503, f"the engine failed: {error}", code="engine_failed") from None
         finally:
             if segment is not None:
@@ -191,14 +199,16 @@ class AgentSession:
         assert wrote is not None
         self._lanes.give_back(lane, wrote)
         self._names.setdefault(wrote, self._name(call))
-        whole = np.concatenate([prompt.ids, completion.token_ids])
         turn = self._read(call, completion.token_ids, completion.logprobs, completion.stop_reason, prompt.ids, stopper)
-        self._history.add(prompt.place, wrote, whole, (*prompt.messages, turn.message), turn)
+        self._history.add(prompt.place, wrote, (*prompt.messages, turn.message), turn)
         return turn
 
     async def prompt_tokens(self, call: ModelCall) -> int:
         """Tokens that a call would be sampled behind. Raises `ApiError`."""
         self._check_open()
+        if self._n_counts >= (most := COUNTS_A_TURN * self.recorder.config.env.max_turns):
+            raise ApiError(400, f"the episode has had {most} counts, {COUNTS_A_TURN} for each of its turns")
+        self._n_counts += 1
         return int((await asyncio.to_thread(self._prompt, call)).ids.size)
 
     def trajectory(self, termination: Termination, reward: float) -> Trajectory:
@@ -210,7 +220,7 @@ class AgentSession:
         return self.recorder.trajectory(termination, reward, metadata=metadata)
 
     def _check_open(self) -> None:
-        if self.closed:
+        if self.closed or self.fault is not None:
             raise ApiError(401, "the session is over", code="session_over")
 
     def _limit(self, cut: str, error: ApiError) -> ApiError:
@@ -231,7 +241,7 @@ class AgentSession:
     def _continued(self, prompt: _Prompt) -> SegmentBuilder | None:
         """The segment that a prompt extends, unless it has gone on otherwise or is extended just now."""
         point = prompt.point
-        if point is None or point.segment in self._busy or point.segment.n_tokens != point.ids.size:
+        if point is None or point.segment in self._busy or point.segment.n_tokens != point.n_tokens:
             return None
         return point.segment
 
@@ -257,13 +267,11 @@ class AgentSession:
         if self.recorder.config.model.reasoning == "template" and (gone := renderer.forgets(conversation, tools)):
             conversation = tuple(replace(m, reasoning="") if at in gone else m for at, m in enumerate(conversation))
             return _Prompt(place, renderer.conversation(conversation, tools), conversation)
-        ids = np.concatenate([point.ids, self._observed(point, messages, tools)])
+        before = point.ids
+        calls = point.turn.message.tool_calls if messages and messages[0].role == "tool" else ()  # results are of these
+        behind = renderer.observation(messages, int(before[-1]), calls, tools)
+        ids = np.concatenate([before, behind])
         return _Prompt(place, ids, conversation, point)
-
-    def _observed(self, point: Point, messages: Conversation, tools: str) -> np.ndarray:
-        """The ids of `messages` behind a turn; results, if any, are of its calls."""
-        calls = point.turn.message.tool_calls if messages and messages[0].role == "tool" else ()
-        return self.recorder.renderer.observation(messages, int(point.ids[-1]), calls, tools)
 
     def _drifted(self, point: Point, message: Message) -> bool:
         """Whether the turn, as the agent sends it, would have other ids, were it encoded in a conversation."""
@@ -281,7 +289,7 @@ class AgentSession:
             whole = turn.message if not message.tool_calls else whole
         # With the names of the tools alone: their schemas may be long, and stand before all that is compared.
         tools = function_schemas("tools", ({"name": name} for name in sorted({call.name for call in calls})))
-        sampled = point.ids[point.prompt_tokens :]
+        sampled = point.ids[turn.prompt_tokens :]
         behind = renderer.observation(then, int(sampled[-1]), calls, tools)
         kept = np.concatenate([renderer.initial([first], tools), sampled, behind])
         try:
@@ -298,32 +306,16 @@ class AgentSession:
         logprobs: np.ndarray,
         reason: str,
         prompt_ids: np.ndarray,
-        stopper: _Stopper | None,
+        stopper: Stopper | None,
     ) -> Turn:
         renderer = self.recorder.renderer
         text, message = renderer.decode(ids), renderer.read(ids, prompt_ids, call.tools if call.reads_calls else "")
         stopped = None if stopper is None else stopper.found
-        if stopped is not None and stopped in message.content:
-            message = replace(message, content=message.content[: message.content.index(stopped)])
+        if stopped is not None and stopped in message.reasoning:  # which comes first
+            message = replace(message, content="", reasoning=message.reasoning.partition(stopped)[0])
+        elif stopped is not None:
+            message = replace(message, content=message.content.partition(stopped)[0])
         message = replace(message, tool_calls=self._history.named(message.tool_calls))
         pairs = token_logprobs(renderer.token_texts(ids), logprobs) if call.logprobs else ()
         ended: FinishReason = "length" if reason == "length" else "tool_calls" if message.tool_calls else "stop"
         return Turn(message, text, ended, prompt_ids.size, ids.size, stopped, pairs)
-
-
-class _Stopper:
-    """Ends a turn at the first of some texts, and passes its tokens on. found: the text that ended it."""
-
-    def __init__(self, recorder: Recorder, stops: tuple[str, ...], watch: Watch | None) -> None:
-        self._decode, self._stops, self._watch = recorder.renderer.decode, stops, watch
-        self._last = max(map(len, stops)) + _STOP_TOKENS  # a token has at least one character, nearly always
-        self._ids: list[int] = []
-        self.found: str | None = None
-
-    def __call__(self, token: int) -> bool:
-        self._ids.append(token)
-        ended = self._watch is not None and self._watch(token)
-        text = self._decode(self._ids[-self._last :])
-        at = {text.index(stop): stop for stop in self._stops if stop in text}
-        self.found = at[min(at)] if at else None
-        return ended or self.found is not None

@@ -8,7 +8,6 @@ can set a reward.
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -196,7 +195,15 @@ def check_reward(reward: Any, reward_range: tuple[float, float]) -> float:
 
 def is_unicode(text: str) -> bool:
     """Whether the text can be encoded: what Python decodes with `surrogateescape`, and some JSON, cannot."""
-    return re.search("[\ud800-\udfff]", text) is None
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def as_unicode(text: str) -> str:
+    """The same text, with a question mark for each half of a surrogate pair."""
+    return text if is_unicode(text) else text.encode(errors="replace").decode()
 
 
 def _texts(message: Message) -> list[Any]:

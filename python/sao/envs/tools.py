@@ -11,7 +11,7 @@ from typing import Any
 
 import pydantic
 
-from sao.envs.protocol import Message, ToolCall
+from sao.envs.protocol import Message, ToolCall, as_unicode
 from sao.errors import ConfigError, EnvironmentFailure
 
 _MAX_ERROR = 2000  # characters of an error that the policy sees
@@ -54,7 +54,8 @@ class Tools:
             text = f"error: there is no tool {call.name!r}, only {', '.join(self._functions)}"
         else:
             text = await self._called(function, call.arguments)
-        return Message("tool", text, (), call.id, call.name)
+        # What a function gives back may be the policy's own doing, so it must not be what fails the episode.
+        return Message("tool", as_unicode(text), (), call.id, as_unicode(call.name))
 
     async def _called(self, function: Any, arguments: str) -> str:
         try:

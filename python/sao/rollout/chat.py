@@ -14,7 +14,6 @@ import json
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ from sao.envs.protocol import Message, ToolCall
 from sao.errors import ConfigError, EnvironmentFailure
 from sao.rollout import chat_template, reading
 from sao.rollout.chat_template import ChatTemplate
+from sao.rollout.kept import Kept
 from sao.rollout.reading import PROBE, PROBE_TOOLS, THOUGHT, Reader
 
-_CACHED = 4096
 _TAIL_TOKENS = 64  # of a prompt: holds the start of the assistant turn
 _MARK = f"turn{secrets.token_hex(8)}"  # the stand-in of what was sampled; no message can hold it
 _THEN = (Message("user", "c"),)
@@ -69,11 +68,9 @@ class Renderer:
         assert not isinstance(text, dict)
         self.template = ChatTemplate(self._tokenizer, text, values or {}, date, reading.NAMES)
         # Environments repeat themselves; rendering costs a few hundred microseconds.
-        self._initial = lru_cache(_CACHED)(self.conversation)
-        self._then = lru_cache(_CACHED)(
-            lambda messages, calls, tools: self._encode(self._behind(messages, calls, tools))
-        )
-        self._forgets = lru_cache(_CACHED)(self._forgotten)
+        self._initial = Kept(self.conversation)
+        self._then = Kept(lambda messages, calls, tools: self._encode(self._behind(messages, calls, tools)))
+        self._forgets = Kept(self._forgotten)
         self.vocab_size = len(self._tokenizer)
         try:
             self._check({self._tokenizer.eos_token_id, *_generation_ends(Path(model_path))} - {None})
@@ -176,8 +173,7 @@ class Renderer:
 
     def visible(self, ids: Sequence[int]) -> str:
         """The text of sampled ids with markers that begin reasoning or calls, even those that are special tokens."""
-        inner = ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids
-        return self._decode(inner)
+        return self._decode(ids)
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """The text of sampled ids, without special tokens: what an environment gets to see."""

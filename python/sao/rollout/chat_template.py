@@ -8,12 +8,12 @@ import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from sao.envs.protocol import Message
+from sao.envs.protocol import Message, is_unicode
 from sao.errors import ConfigError, EnvironmentFailure
+from sao.rollout.kept import Kept
 
 GIVEN = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception"}
@@ -85,7 +85,7 @@ class ChatTemplate:
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         normalizer = tokenizer.backend_tokenizer.normalizer
         self._normalize = str if normalizer is None else normalizer.normalize_str
-        self._schemas = lru_cache(64)(lambda tools: self.harmless(json.loads(tools)) if tools else None)
+        self._schemas = Kept(lambda tools: self.harmless(json.loads(tools)) if tools else None)
         self.parts = self.json_arguments = False
 
     def text(self, messages: Sequence[Message], tools: str = "", prompt: bool = True) -> str:
@@ -106,7 +106,9 @@ class ChatTemplate:
         except Exception as error:  # a template raises what it likes
             roles = ", ".join(message.role for message in messages)
             raise EnvironmentFailure("bad_messages", f"the chat template refuses the roles {roles}: {error}") from error
-        return str(text)
+        if not is_unicode(text := str(text)):  # written as an escape in the arguments of a call
+            raise EnvironmentFailure("bad_messages", "the arguments of a call hold half of a surrogate pair")
+        return text
 
     def harmless(self, value: Any) -> Any:
         """The same text, or JSON value, but the name of a marker inside of text is broken by a blank."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from sao.envs.protocol import Message, ToolCall
+from sao.envs.protocol import Message, ToolCall, is_unicode
 from sao.errors import EnvironmentFailure
 from sao.rollout.chat_template import ChatTemplate
 
@@ -113,6 +113,7 @@ PROBE, THOUGHT = Message("user", "a"), "pondered"
 # What the parser raises for calls that are none; the last one for lists in lists without end.
 MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 MOST_CALLS = 256  # in a turn; each is looked for in all that is left of the turn
+MOST_DEEP = 100  # lists and objects in the arguments of a call; all who read them do it by recursion
 _ARGUMENTS: dict[str, Any] = {"city": "b c", "days": 7}
 _SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 PROBE_TOOLS = json.dumps(
@@ -138,7 +139,8 @@ class Reader:
     def read(self, turn: str, prompt: str, tools: str = "") -> Message:
         """The turn; `turn` with its markers, without the token that ended it. prompt: the end of what stood before it.
 
-        Without `tools` calls are not read. A call that is malformed, or cut off, is text like the rest of the turn.
+        Without `tools` calls are not read. A call that is malformed, cut off, or not JSON (NaN, half of a surrogate
+        pair) is text like the rest of the turn.
         """
         given = json.loads(tools) if tools else []
         for calls in (self.calls, "") if given else ("",):
@@ -249,4 +251,18 @@ def _call(found: Any) -> ToolCall:
     name, arguments = function["name"], function.get("arguments") or {}
     if not isinstance(name, str) or not name.strip() or not isinstance(arguments, dict):
         raise ValueError(f"not a call: {found!r}")
-    return ToolCall(name.strip(), json.dumps(arguments, ensure_ascii=False))
+    if _depth(arguments) > MOST_DEEP:
+        raise ValueError(f"more than {MOST_DEEP} lists and objects in one another")
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    if not is_unicode(name + text):
+        raise ValueError("half of a surrogate pair")
+    return ToolCall(name.strip(), text)
+
+
+def _depth(value: Any) -> int:
+    """Lists and objects in one another."""
+    depth, level = 0, [value]
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+        depth += 1
+    return depth
