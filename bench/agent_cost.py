@@ -54,11 +54,12 @@ def client() -> None:
             continue
         text = "The quick brown fox jumps over the lazy dog. " * (session["seed"] * BYTES_A_TOKEN // 45 + 1)
         messages: list[Any] = [{"role": "user", "content": text[: session["seed"] * BYTES_A_TOKEN]}]
-        for _ in range(1 + CALLS):
+        for number in range(1 + CALLS):
             body = {"messages": messages, "tools": [TOOL]}
             message = post(f"{url}/chat/completions", session["api_key"], body)["choices"][0]["message"]
             results = [
-                {"role": "tool", "tool_call_id": call["id"], "content": "21 degrees"} for call in message["tool_calls"]
+                {"role": "tool", "tool_call_id": call["id"], "content": f"{number}.{session['id']} degrees"}
+                for call in message["tool_calls"]
             ]
             messages += [message, *results]
         post(f"{url}/sessions/reward", session["reward_key"], {"reward": 1.0})

@@ -267,7 +267,7 @@ def _integers(value: ArrayLike, dtype: Any, name: str, shape: str = "(n,)") -> N
     array = _asarray(value, name)
     if array.size == 0 and isinstance(value, Sequence):
         array = array.astype(dtype)
-    _check_layout(array, name, shape, array.dtype.kind in "iu", f"{np.dtype(dtype)} (or another integer dtype)")
+    _check_layout(array, name, shape, array.dtype.kind in "iu", dtype, " (or another integer dtype)")
     if array.dtype != dtype and array.size:
         low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
         bad = (array < low) | (array > high) if array.dtype.kind == "i" else array > high
@@ -284,7 +284,7 @@ def _exact(value: ArrayLike, dtype: Any, name: str) -> NDArray[Any]:
         with np.errstate(over="ignore"):  # becomes -inf, which is then refused with its index
             array = array.astype(dtype)
     right = array.dtype.newbyteorder("=") == np.dtype(dtype)
-    _check_layout(array, name, "(n,)", right, str(np.dtype(dtype)))
+    _check_layout(array, name, "(n,)", right, dtype)
     return _freeze(array, dtype)
 
 
@@ -295,12 +295,12 @@ def _asarray(value: Any, name: str) -> NDArray[Any]:
         raise ValidationError(f"{name}: {type(value).__name__} is not an array: {error}") from None
 
 
-def _check_layout(array: NDArray[Any], name: str, shape: str, dtype_ok: bool, expected: str) -> None:
+def _check_layout(array: NDArray[Any], name: str, shape: str, dtype_ok: bool, dtype: Any, more: str = "") -> None:
     shape_ok = array.ndim == 1 if shape == "(n,)" else array.ndim == 2 and array.shape[1] == 3
     if not (dtype_ok and shape_ok):
         raise ValidationError(
             f"{name}: dtype {array.dtype}, shape {array.shape}, strides {array.strides}; "
-            f"expected {expected}, shape {shape}"
+            f"expected {np.dtype(dtype)}{more}, shape {shape}"
         )
 
 

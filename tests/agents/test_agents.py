@@ -326,6 +326,7 @@ def test_a_long_conversation_is_encoded_beside_the_loop(tiny_model: Path, monkey
         return encode(self, messages)
 
     monkeypatch.setattr(Renderer, "conversation", slow)
+    monkeypatch.setattr("sao.agents.session.SHORT", 0)
 
     async def script(access: Access, post: Post) -> float:
         asking = asyncio.create_task(ask(post, user("a")))

@@ -10,6 +10,7 @@ agents leave it out.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -61,11 +62,21 @@ class Found(NamedTuple):
     last: int
 
 
+@dataclass(slots=True)
+class _Walk:
+    """The newest walk: what was found behind each message of a conversation, where the next one goes on."""
+
+    tools: str = ""
+    messages: Conversation = ()
+    found: list[Found] = attribute(default_factory=list)  # the first one before any message
+
+
 @dataclass
 class History:
     """The sampled turns of a session by their place and form; a place is a digest of all that stands before."""
 
     _points: dict[tuple[bytes, bytes], Point] = attribute(default_factory=dict)
+    _walk: _Walk = attribute(default_factory=_Walk)
     _turns: dict[str, Turn] = attribute(default_factory=dict)  # by the ids of their calls
     _n_calls: int = 0
 
@@ -77,19 +88,25 @@ class History:
 
     def find(self, messages: Conversation, tools: str) -> Found:
         """Looks up a conversation."""
-        place, point, found, last = _digest(b"", tools), None, -1, -1
-        for at, message in enumerate(messages):
-            if message.role != "assistant":
-                place = _digest(place, message.role, message.content, message.tool_call_id)
-                continue
-            last, known = at, None
-            for form in self._forms(message):
-                if (known := self._points.get((place, form))) is not None:
-                    point, found, place = known, at, known.place
-                    break
-            else:
-                place = _digest(place, "assistant", _text_form(message).hex())
-        return Found(point, found, place, last)
+        walk = self._walk
+        if not walk.found or walk.tools != tools:
+            walk = _Walk(tools, (), [Found(None, -1, _digest(b"", tools), -1)])
+        known = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(walk.messages, messages, strict=False))
+        found = walk.found[: 1 + sum(1 for _ in known)]
+        for at in range(len(found) - 1, len(messages)):
+            found.append(self._behind(found[at], at, messages[at]))
+        self._walk = _Walk(tools, messages, found)
+        return found[-1]
+
+    def _behind(self, before: Found, at: int, message: Message) -> Found:
+        """The same, one message further, which is number `at`."""
+        place = before.place
+        if message.role != "assistant":
+            return before._replace(place=_digest(place, message.role, message.content, message.tool_call_id))
+        for form in self._forms(message):
+            if (known := self._points.get((place, form))) is not None:
+                return Found(known, at, known.place, at)
+        return before._replace(place=_digest(place, "assistant", _text_form(message).hex()), last=at)
 
     def add(self, place: bytes, segment: SegmentBuilder, messages: Conversation, turn: Turn) -> Point:
         """Takes a turn that was sampled behind the conversation of `place`; `segment` and `messages` end with it."""
@@ -104,6 +121,9 @@ class History:
             forms.add(_calls_form(turn.message.tool_calls))
         for form in forms:
             self._points[place, form] = point
+        walk = self._walk  # what was found behind this place may be the new turn now
+        at = next((at for at, found in enumerate(walk.found) if found.place == place), len(walk.found) - 1)
+        self._walk = _Walk(walk.tools, walk.messages[:at], walk.found[: at + 1])
         return point
 
     def _forms(self, message: Message) -> Iterator[bytes]:

@@ -276,7 +276,7 @@ def _find(key: str, sessions: dict[str, AgentSession]) -> AgentSession:
 
 def _digest(request: web.BaseRequest, body: bytes) -> bytes:
     head = f"{request.raw_path}\n{request.headers.get('Idempotency-Key', '')}\n".encode(errors="replace")
-    return hashlib.blake2b(head + body, digest_size=16).digest()
+    return hashlib.sha256(head + body).digest()
 
 
 def _repeated(request: web.BaseRequest) -> bool:

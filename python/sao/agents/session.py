@@ -14,6 +14,7 @@ each segment whether it is of the main conversation (instructions and tools of t
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import secrets
 import time
@@ -23,7 +24,7 @@ from typing import get_args
 
 import numpy as np
 
-from sao.agents.history import History, Point
+from sao.agents.history import Found, History, Point
 from sao.agents.request import (
     ApiError,
     Conversation,
@@ -31,7 +32,6 @@ from sao.agents.request import (
     ModelCall,
     Note,
     Turn,
-    function_schemas,
     token_logprobs,
 )
 from sao.agents.watching import Stopper
@@ -41,6 +41,7 @@ from sao.errors import EnvironmentFailure, Error
 from sao.rollout.recorder import Recorder
 from sao.trajectory import Metadata, SegmentBuilder, Termination, Trajectory
 
+SHORT = 4096  # characters that are rendered at once; the hop to a thread and back costs as much
 COUNTS_A_TURN = 8  # of a prompt's tokens, for each turn that an episode may have
 
 log = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ class AgentSession:
         self._history, self._lanes = History(), _Lanes()
         self._busy: set[SegmentBuilder] = set()  # something is sampled behind them now
         self._asked: dict[bytes, Asked] = {}
-        self._drifts: dict[tuple[Point, str], bool] = {}
+        self._drifts: dict[tuple[Point, bytes], bool] = {}
         self._main: tuple[Conversation, str] | None = None
         self._names: dict[SegmentBuilder, str] = {}
         self._n_calls = self._n_counts = 0
@@ -165,8 +166,7 @@ class AgentSession:
         self._n_calls += 1
         self._note(call)
         try:
-            # Beside the loop: a conversation of megabytes takes seconds to encode, only then is its length known.
-            prompt = await asyncio.to_thread(self._prompt, call)
+            prompt = await self._prompt(call)
             self._counts["agent_drift"] += prompt.drifted
             self._counts["agent_rewritten"] += prompt.rewritten
             self._check_open()  # or the episode has ended meanwhile, and nobody would count what is sampled now
@@ -209,7 +209,7 @@ class AgentSession:
         if self._n_counts >= (most := COUNTS_A_TURN * self.recorder.config.env.max_turns):
             raise ApiError(400, f"the episode has had {most} counts, {COUNTS_A_TURN} for each of its turns")
         self._n_counts += 1
-        return int((await asyncio.to_thread(self._prompt, call)).ids.size)
+        return int((await self._prompt(call)).ids.size)
 
     def trajectory(self, termination: Termination, reward: float) -> Trajectory:
         """The episode as it is; nothing may be sampled behind it."""
@@ -245,12 +245,19 @@ class AgentSession:
             return None
         return point.segment
 
-    def _prompt(self, call: ModelCall) -> _Prompt:
+    async def _prompt(self, call: ModelCall) -> _Prompt:
         """A conversation up to the start of the policy's turn. Raises `ApiError`."""
-        renderer, messages = self.recorder.renderer, call.messages
-        if call.tools and not renderer.renders_tools:
+        if call.tools and not self.recorder.renderer.renders_tools:
             raise ApiError(400, "tools: the chat template of the model knows no tools", param="tools")
-        found = self._history.find(messages, call.tools)
+        found = self._history.find(call.messages, call.tools)
+        length = len(call.tools) + sum(len(message.content) for message in call.messages[found.at + 1 :])
+        if length <= SHORT and self.recorder.config.model.reasoning != "template":
+            return self._rendered(call, found)
+        # Beside the loop: a conversation of megabytes takes seconds to encode, only then is its length known.
+        return await asyncio.to_thread(self._rendered, call, found)
+
+    def _rendered(self, call: ModelCall, found: Found) -> _Prompt:
+        renderer, messages = self.recorder.renderer, call.messages
         rewritten = found.at != found.last
         try:
             if (point := found.point) is None:
@@ -275,28 +282,15 @@ class AgentSession:
 
     def _drifted(self, point: Point, message: Message) -> bool:
         """Whether the turn, as the agent sends it, would have other ids, were it encoded in a conversation."""
-        renderer, turn = self.recorder.renderer, point.turn
-        sent = message.content
-        if (key := (point, sent)) in self._drifts:
-            return self._drifts[key]
-        if turn.stopped_at is not None and sent.strip() == turn.message.content.strip():
-            sent = turn.message.content + turn.stopped_at  # as it was asked for, the stop text was cut off
-        calls = turn.message.tool_calls
-        first, whole = Message("user", "a"), replace(turn.message, content=sent)
-        then: Conversation = (Message("user", "b"),)
-        if calls:
-            then = tuple(Message("tool", "b", (), call.id, call.name) for call in calls)
-            whole = turn.message if not message.tool_calls else whole
-        # With the names of the tools alone: their schemas may be long, and stand before all that is compared.
-        tools = function_schemas("tools", ({"name": name} for name in sorted({call.name for call in calls})))
-        sampled = point.ids[turn.prompt_tokens :]
-        behind = renderer.observation(then, int(sampled[-1]), calls, tools)
-        kept = np.concatenate([renderer.initial([first], tools), sampled, behind])
-        try:
-            encoded = renderer.conversation([first, whole, *then], tools)
-            self._drifts[key] = not np.array_equal(kept, encoded)
-        except EnvironmentFailure:  # a template that cannot write such a turn again
-            self._drifts[key] = True
+        turn, sent = point.turn, message.content
+        key = point, hashlib.blake2b(sent.encode(), digest_size=16).digest()
+        if key not in self._drifts:
+            if turn.stopped_at is not None and sent.strip() == turn.message.content.strip():
+                sent = turn.message.content + turn.stopped_at  # as it was asked for, the stop text was cut off
+            # Calls that come as text are compared as they were made.
+            whole = turn.message if turn.message.tool_calls and not message.tool_calls else None
+            whole = whole or replace(turn.message, content=sent)
+            self._drifts[key] = self.recorder.renderer.drifts(point.ids[turn.prompt_tokens :], whole)
         return self._drifts[key]
 
     def _read(

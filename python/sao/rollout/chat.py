@@ -67,10 +67,15 @@ class Renderer:
             raise ConfigError(f"model.path: {model_path}: the tokenizer has no chat template")
         assert not isinstance(text, dict)
         self.template = ChatTemplate(self._tokenizer, text, values or {}, date, reading.NAMES)
+        # The tokenizer itself: what `transformers` does around a call costs as much as a short text. A first call of it
+        # has it neither cut nor pad, whatever the folder says.
+        self._tokenizer("a", add_special_tokens=False)
+        self._backend: Any = self._tokenizer.backend_tokenizer
         # Environments repeat themselves; rendering costs a few hundred microseconds.
         self._initial = Kept(self.conversation)
         self._then = Kept(lambda messages, calls, tools: self._encode(self._behind(messages, calls, tools)))
         self._forgets = Kept(self._forgotten)
+        self._begun = Kept(self._beginning)
         self.vocab_size = len(self._tokenizer)
         try:
             self._check({self._tokenizer.eos_token_id, *_generation_ends(Path(model_path))} - {None})
@@ -102,7 +107,8 @@ class Renderer:
         calls: those that the turn made. Raises `EnvironmentFailure("bad_messages")` when the template refuses these
         messages.
         """
-        ids = self._then(tuple(messages), tuple(calls), tools)
+        # What stands behind calls depends on their names and ids alone.
+        ids = self._then(tuple(messages), tuple(ToolCall(call.name, id=call.id) for call in calls), tools)
         if last_id is None or last_id not in (*self.stop_token_ids, int(ids[0])):
             return ids
         for at, token in enumerate(ids.tolist()):  # a turn may end in several markers, and any of them be sampled
@@ -111,6 +117,30 @@ class Renderer:
             if token not in self._marks:
                 break
         return ids if self._open_ended else ids[1:]
+
+    def drifts(self, sampled: np.ndarray, turn: Message) -> bool:
+        """Whether a sampled turn, were the message that it was read into encoded in a conversation, had other ids."""
+        calls = tuple(ToolCall(call.name, call.arguments, f"call{at:05}") for at, call in enumerate(turn.tool_calls))
+        then = tuple(Message("tool", "b", (), call.id, call.name) for call in calls) or _THEN
+        tools, begun, at, start = self._begun(tuple(sorted({call.name for call in calls})))
+        kept = np.concatenate([start, sampled, self.observation(then, int(sampled[-1]), calls, tools)])
+        try:
+            text = self.template.text([PROBE, replace(turn, tool_calls=calls), *then], tools)
+        except EnvironmentFailure:  # a template that cannot write such a turn again
+            return True
+        return not text.startswith(begun) or not np.array_equal(kept, self._encode(text[at:]))
+
+    def _beginning(self, names: tuple[str, ...]) -> tuple[str, str, int, np.ndarray]:
+        """A conversation up to a turn that calls tools of these names: the tools, its text, and where in it the last
+        marker is, at which every tokenizer splits, with the ids from there on."""
+        # The names alone: their schemas may be long, and stand before all that is compared.
+        bare = {"description": "", "parameters": {"type": "object", "properties": {}}}
+        tools = (
+            json.dumps([{"type": "function", "function": {"name": name, **bare}} for name in names]) if names else ""
+        )
+        text = self.template.text([PROBE], tools)
+        at = max((found.start() for found in self.template.pattern.finditer(text)), default=0)
+        return tools, text, at, self._encode(text[at:])
 
     def forgets(self, messages: Sequence[Message], tools: str = "") -> list[int]:
         """The messages (their indices) whose reasoning the template leaves out of this conversation."""
@@ -179,9 +209,11 @@ class Renderer:
         """The text of sampled ids, without special tokens: what an environment gets to see."""
         return self._decode(ids, skip_special_tokens=True)
 
-    def _decode(self, ids: Iterable[int] | np.ndarray, **how: Any) -> str:
-        known = [int(i) for i in ids if int(i) < self.vocab_size]
-        return str(self._tokenizer.decode(known, clean_up_tokenization_spaces=False, **how))
+    def _decode(self, ids: Iterable[int] | np.ndarray, skip_special_tokens: bool = False) -> str:
+        known = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+        if max(known, default=0) >= self.vocab_size:
+            known = [index for index in known if index < self.vocab_size]
+        return str(self._backend.decode(known, skip_special_tokens=skip_special_tokens))
 
     def _behind(
         self,
@@ -304,7 +336,8 @@ class Renderer:
         return [one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
     def _encode(self, text: str) -> np.ndarray:
-        ids = np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+        (found,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        ids = np.asarray(found.ids, dtype=np.int32)
         ids.flags.writeable = False
         return ids
 
