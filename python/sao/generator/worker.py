@@ -249,9 +249,8 @@ class Generator:
         elif isinstance(message, m.NewWeights):
             self._weights.announce(message.weights)
         elif isinstance(message, m.CancelTask):
-            for (_, ordinal, attempt), episode in self._episodes.items():
-                if (ordinal, attempt) == (message.ordinal, message.attempt):
-                    episode.cancel()
+            if episode := self._episodes.get(("train", message.ordinal, message.attempt)):
+                episode.cancel()
         elif isinstance(message, m.Stop):
             self.stop(f"broker: {message.reason}")
         else:

@@ -227,7 +227,7 @@ class Tasks(Message):
 
 
 class CancelTask(Message):
-    """Nobody waits for the end of this task."""
+    """Nobody waits for the end of this training task. One of evaluation with the same number goes on."""
 
     ordinal: Number
     attempt: Number
