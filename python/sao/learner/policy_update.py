@@ -98,7 +98,7 @@ class PolicyUpdate:
                     logprobs=logprobs.detach(), rollout_logprobs=rollout, entropies=entropies, lags=part.lags[fresh]
                 )
                 if number == 1:
-                    work.record_logprobs(flat, logprobs)
+                    work.record_scores(flat, logprobs, entropies)
             self.world.total(totals)
             found = sums.metrics(work.n_actions)
         kept = int(totals[1])

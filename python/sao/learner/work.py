@@ -30,8 +30,8 @@ class Work:
         self.arrays: dict[str, NDArray[Any]] = {"rollout_logprobs": batch.logprobs}
         self.arrays |= {name: getattr(batch, name) for name in ("lags", "segment_offsets", "trajectory_offsets")}
         self.arrays |= {f"plan_{name}": getattr(plan, name) for name in ("rank", "micro_batch", "row", "position")}
-        # Log-prob of each token of this rank, and 1 where there is one.
-        self._logprobs = torch.zeros(2, len(batch.token_ids), device=micro[0].flat.device)
+        # Log-prob of each token of this rank and the entropy it was sampled at, and 1 where there are any.
+        self._scores = torch.zeros(3, len(batch.token_ids), device=micro[0].flat.device)
 
     @contextmanager
     def timed(self, cause: str) -> Iterator[None]:
@@ -40,11 +40,13 @@ class Work:
         yield
         self.seconds[cause] = self.seconds.get(cause, 0.0) + time.perf_counter() - start
 
-    def record_logprobs(self, flat: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """Keeps current log-probs of this rank's tokens, by flat index."""
-        self._logprobs[0, flat], self._logprobs[1, flat] = logprobs.detach().float(), 1.0
+    def record_scores(self, flat: torch.Tensor, logprobs: torch.Tensor, entropies: torch.Tensor) -> None:
+        """Keeps what the current policy gives this rank's tokens, by flat index."""
+        self._scores[0, flat], self._scores[1, flat] = logprobs.detach().float(), entropies.detach().float()
+        self._scores[2, flat] = 1.0
 
     def record(self, world: World) -> dict[str, NDArray[Any]]:
-        """All arrays, with the log-probs of all ranks (NaN where none was computed). A collective."""
-        logprobs, seen = world.total(self._logprobs)
-        return {**self.arrays, "logprobs": torch.where(seen > 0, logprobs, torch.nan).cpu().numpy()}
+        """All arrays, with the scores of all ranks (NaN where none was computed). A collective."""
+        *scores, seen = world.total(self._scores)
+        found = (torch.where(seen > 0, score, torch.nan).cpu().numpy() for score in scores)
+        return self.arrays | dict(zip(("logprobs", "entropies"), found, strict=True))

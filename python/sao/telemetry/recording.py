@@ -7,7 +7,7 @@ the tokens of all segments of all trajectories, laid end to end:
 | array | type | meaning |
 | --- | --- | --- |
 | `advantages`, `targets`, `values` | float32[N] | what the policy and the critic were trained on; 0 at non-actions |
-| `logprobs` | float32[N] | current policy at action tokens with a gradient, before the update; NaN elsewhere |
+| `logprobs`, `entropies` | float32[N] | current policy at action tokens with a gradient, before the update; NaN elsewhere |
 | `rollout_logprobs` | float32[N] | as recorded by the engine; NaN at non-actions |
 | `lags` | int32[N] | policy versions behind; -1 at non-actions |
 | `segment_offsets`, `trajectory_offsets` | int64 | first token of each segment, first segment of each trajectory |
@@ -16,18 +16,18 @@ the tokens of all segments of all trajectories, laid end to end:
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sao import _core
 from sao.errors import StorageError, ValidationError, WireError
-from sao.trajectory import Trajectory, decode, split_frames
+from sao.trajectory import Segment, Trajectory, decode, split_frames
 
 FORMAT = "sao-step-1"
 _NAME = re.compile(r"step-(\d{6,})\.safetensors")
@@ -45,6 +45,72 @@ class RecordedStep:
     def trajectories(self) -> list[Trajectory]:
         """The batch, decoded and checked. Raises `WireError`."""
         return [decode(head, body, sidecars=more) for head, body, *more in split_frames(self.frames)]
+
+    def rollouts(self) -> Iterator["Recorded"]:
+        """Each trajectory with its numbers. Raises `WireError`, and `ValidationError` when the arrays do not fit."""
+        offsets, firsts = self.arrays["segment_offsets"], self.arrays["trajectory_offsets"]
+        summaries = bool(self.meta.get("compaction", {}).get("train_summaries", True))
+        for index, trajectory in enumerate(self.trajectories()):
+            starts = offsets[firsts[index] : firsts[index + 1]].tolist()
+            trained = [summaries or segment.kind != "summary" for segment in trajectory.segments]
+            if sum(trained) != len(starts):
+                raise ValidationError(f"trajectory {index}: {sum(trained)} segments, the arrays have another number")
+            sizes = zip(trajectory.segments, trained, strict=True)
+            numbers = [self._numbers(starts.pop(0), segment.n_tokens) if kept else None for segment, kept in sizes]
+            yield Recorded(index, trajectory, numbers)
+
+    def _numbers(self, start: int, size: int) -> "Numbers":
+        def part(name: str) -> NDArray[np.float64]:
+            found = self.arrays.get(name)
+            return np.full(size, np.nan) if found is None else found[start : start + size].astype(np.float64)
+
+        gap = part("logprobs") - part("rollout_logprobs")
+        lags = part("lags")
+        return Numbers(
+            advantage=part("advantages"),
+            ratio=np.exp(np.clip(gap, -20, 20)),
+            gap=gap,
+            logprob=part("rollout_logprobs"),
+            entropy=part("entropies"),
+            value=part("values"),
+            target=part("targets"),
+            lag=np.where(lags < 0, np.nan, lags),
+        )
+
+
+class Numbers(NamedTuple):
+    """What a step made of a segment's tokens, float64[n_tokens] each; NaN (or 0) where there is none.
+
+    ratio: current over rollout probability; gap: its logarithm, not cut; logprob: as the engine sampled.
+    """
+
+    advantage: NDArray[np.float64]
+    ratio: NDArray[np.float64]
+    gap: NDArray[np.float64]
+    logprob: NDArray[np.float64]
+    entropy: NDArray[np.float64]
+    value: NDArray[np.float64]
+    target: NDArray[np.float64]
+    lag: NDArray[np.float64]
+
+
+class Recorded(NamedTuple):
+    """One trajectory of a step, with the numbers of each segment (None: left out of training)."""
+
+    number: int
+    trajectory: Trajectory
+    numbers: list[Numbers | None]
+
+    def finite(self, name: str) -> NDArray[np.float64]:
+        """The finite numbers of this name at sampled tokens of trained segments."""
+        parts = zip(self.trajectory.segments, self.numbers, strict=True)
+        found = [finite(getattr(numbers, name), segment) for segment, numbers in parts if numbers is not None]
+        return np.concatenate([np.zeros(0), *found])
+
+
+def finite(values: NDArray[np.float64], segment: Segment) -> NDArray[np.float64]:
+    """The finite ones of a segment's numbers, at sampled tokens."""
+    return values[segment.action_mask & np.isfinite(values)]
 
 
 def write_step(
