@@ -2,7 +2,7 @@
 # Installs the system's programs that only some tests need, where root may (Debian, Ubuntu); says otherwise what is
 # missing. Never fails: tests that lack a program are named at the end of the test run.
 missing=
-for pair in bwrap:bubblewrap unshare:util-linux ip:iproute2 git:git; do
+for pair in bwrap:bubblewrap unshare:util-linux ip:iproute2 git:git chromium:chromium; do
     command -v "${pair%%:*}" >/dev/null || missing="$missing ${pair#*:}"
 done
 [ -n "$missing" ] || exit 0

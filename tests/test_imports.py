@@ -21,6 +21,7 @@ LAYERS = [
     {"__main__"},
     {"cli"},
     {"runtime", "measure"},
+    {"report"},
     {"generator", "broker", "learner"},
     {"agents"},
     {"rollout"},
@@ -139,14 +140,15 @@ def modules_after(statement: str) -> set[str]:
     return set(result.stdout.split())
 
 
-HEAVY = {"torch", "transformers", "vllm", "matplotlib", "tensorboard", "wandb", "prometheus_client", "reasoning_gym"}
+HEAVY = {"torch", "transformers", "vllm", "matplotlib", "tensorboard", "wandb", "prometheus_client", "dygraphs"}
+HEAVY |= {"reasoning_gym"}
 LIGHT = [
     "import sao.cli",
     "import sao.config",
     "import sao.runtime.train",
     "import sao.runtime.supervisor, sao.runtime.doctor, sao.runtime.preflight",
     "import sao.broker.broker",
-    "import sao.telemetry.monitor, sao.telemetry.plot",
+    "import sao.telemetry.monitor, sao.telemetry.plot, sao.report.page",
     "import sao.transport.client, sao.transport.actor",
     "import sao.trajectory, sao.embed.buffer, sao.storage.checkpoints",
     "import sao.envs.registry",

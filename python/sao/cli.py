@@ -171,6 +171,26 @@ def watch(
 
 
 @app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(parser=expanded, metavar="RUN...", help="folders of runs")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", parser=expanded, metavar="FILE", help="default: report.html in the run's folder, or here"
+        ),
+    ] = None,
+    megabytes: Annotated[
+        float, typer.Option("--megabytes", min=0, metavar="N", help="room for the recorded rollouts in the file")
+    ] = 8,
+) -> None:
+    """Write a page on one run or several: curves, time, configuration and rollouts. It opens from disk in a browser."""
+    from sao.report import page
+
+    target = out or (runs[0] if len(runs) == 1 else Path()) / "report.html"
+    typer.echo(page.write(runs, target, room_bytes=int(megabytes * (1 << 20))))
+
+
+@app.command()
 def replay(
     run: Annotated[Path, typer.Argument(parser=expanded, metavar="RUN", help="folder of the run")],
     step: Annotated[int, typer.Argument(metavar="STEP", help="a recorded step")],

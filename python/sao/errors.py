@@ -81,6 +81,7 @@ EXTRAS = {  # what an extra of `pyproject.toml` installs, by the name under whic
     "tensorboard": "tracking",
     "matplotlib": "tracking",
     "prometheus_client": "tracking",
+    "dygraphs": "tracking",
 }
 
 

@@ -130,12 +130,12 @@ def test_a_port_for_prometheus_that_is_taken_is_a_fault(run_file):
 
 def test_what_is_left_out_and_what_is_risky_is_said(run_file, monkeypatch):
     real = importlib.util.find_spec
-    absent = ("tensorboard", "matplotlib")
+    absent = ("tensorboard", "matplotlib", "dygraphs")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else real(name))
     overrides = ["transport.bind='tcp://0.0.0.0:5555'", "transport.allow_remote=true", "generator.threads=4096"]
     warnings = preflight.check(config.load(run_file, overrides))
-    assert len(warnings) == 4
-    for part in ("threads on", "open to the network", "tensorboard is not installed", "matplotlib is not installed"):
+    assert len(warnings) == 5
+    for part in ("threads on", "open to the network", *(f"{name} is not installed" for name in absent)):
         assert any(part in warning for warning in warnings), (part, warnings)
 
 

@@ -131,7 +131,7 @@ def test_tokens_are_coloured_by_what_is_asked(run: Path, colour: str, expected: 
 
 def test_styles_of_the_tokens(run: Path) -> None:
     recorded = inspection.read_step(step_path(run / "trajectories", 4))
-    _, item = inspection._all(recorded)
+    _, item = recorded.rollouts()
     segment, numbers, start = item.trajectory.segments[0], item.numbers[0], 5  # after another trajectory's tokens
     at = np.flatnonzero(segment.action_mask)
 

@@ -337,4 +337,6 @@ class TelemetrySection(Section):
         " 0.02, with model.dtype = bfloat16 0.05",
         gt=0,
     )
-    plot: bool = key(True, "curves.png at the end, where matplotlib is installed (extra `tracking`)")
+    plot: bool = key(
+        True, "curves.png and report.html at the end, where matplotlib and dygraphs are installed (extra `tracking`)"
+    )

@@ -14,10 +14,9 @@ from typing import NamedTuple
 from sao.telemetry.texts import Texts
 from sao.trajectory import Segment
 
-_ROLES = ("system", "developer", "user", "human", "assistant", "model", "tool", "function", "observation")
-_ROLES += ("environment", "ipython", "ai")
-_WORD = re.compile(rf"(?<![a-z])({'|'.join(_ROLES)})(?![a-z])")
-_HEADER_TOKENS = 4  # between two markers, at most
+_ROLES = "system|developer|user|human|assistant|model|tool|function|observation|environment|ipython|ai"
+_WORD = re.compile(rf"(?<![a-z])({_ROLES})(?![a-z])")
+_HEADER = 24  # tokens, and characters, between two markers at most
 
 # What is inside of a turn, by its markers; one that is not closed goes to the turn's end.
 _PARTS = {
@@ -33,7 +32,7 @@ _OPENED = re.compile(r"\A(?:(?!<think(?:ing)?>).)*?</think(?:ing)?>", re.DOTALL)
 class Block(NamedTuple):
     """Tokens `start` to `stop` of a segment, which one side said. role: "" where no marker tells it.
 
-    part: "text", "reasoning" or "call"; sampled: by the policy.
+    part: "text", "reasoning" or "call"; "header" for what only opens the turn that follows. sampled: by the policy.
     """
 
     role: str
@@ -77,15 +76,19 @@ def _given(segment: Segment, texts: Texts, pieces: list[str], start: int, stop: 
     markers = [index for index, token in enumerate(ids) if token in texts.special]
     turns: list[tuple[int, str]] = []
     for place, index in enumerate(markers):
-        role = _WORD.search(texts.special[ids[index]].lower())
-        if role is None:
+        word = _WORD.search(texts.special[ids[index]].lower())
+        if word is None:
             after = markers[place + 1] if place + 1 < len(markers) else len(ids)
-            header = "".join(pieces[start + index + 1 : start + min(after, index + 1 + _HEADER_TOKENS)]).lower()
-            role = _WORD.match(header.lstrip().partition("\n")[0])
-        if role is not None:
-            turns.append((index, role[1]))
-    if not turns or turns[0][0]:
+            header = "".join(pieces[start + index + 1 : start + min(after, index + 1 + _HEADER)]).lower()
+            line = header.lstrip().partition("\n")[0]
+            word = _WORD.match(line) if len(line) < _HEADER else None
+        if word is not None:
+            turns.append((index, word[1]))
+    if not turns or "".join(pieces[start : start + turns[0][0]]).strip():
         turns.insert(0, (0, ""))
+    turns[0] = 0, turns[0][1]  # with the blanks before it
     ends = [*(index for index, _ in turns[1:]), len(ids)]
     for (index, role), end in zip(turns, ends, strict=True):
-        yield Block(role, "text", False, start + index, start + end)
+        said = "".join(pieces[start + at] for at in range(index, end) if ids[at] not in texts.special).lower()
+        opens = end == len(ids) and stop < segment.n_tokens and bool(role) and said.replace(role, "", 1).strip() == ""
+        yield Block(role, "header" if opens else "text", False, start + index, start + end)

@@ -9,12 +9,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from sao import config as configuration
 from sao.errors import ConfigError, StorageError
-from sao.report import rollouts
-from sao.telemetry import sinks
-from sao.telemetry.metrics import watched, wilson
-from sao.telemetry.plot import PANELS
+from sao.report import course, rollouts
+from sao.telemetry.plot import BLUE, GREEN, PANELS
 
 ROOM_BYTES = 8 << 20  # of all rollouts of a page, compressed and as base64
 _MAX_RUNS = 8  # lines of one panel that can still be told apart
@@ -27,17 +24,21 @@ def write(runs: Sequence[Path], target: Path, *, room_bytes: int = ROOM_BYTES) -
     """
     if not 1 <= len(runs) <= _MAX_RUNS:
         raise ConfigError(f"RUN: {len(runs)} runs, expected 1 to {_MAX_RUNS}")
-    found = [_run(run, room_bytes // len(runs)) for run in runs]
-    names = [run["name"] for run in found]
-    for index, run in enumerate(found):
-        if names.count(run["name"]) > 1:
-            run["name"] = str(runs[index])
-    pieces = [run.pop("pieces") for run in found]
-    panels = [panel._asdict() for panel in PANELS]
-    data = {"runs": found, "panels": panels, "columns": rollouts.COLUMNS}
+    found, pieces = [], []
+    for run in runs:
+        of_run = rollouts.read(run, room_bytes // len(runs))
+        found.append(
+            course.read(run) | {"rows": of_run.rows, "notes": of_run.notes, "seconds_of_rollouts": of_run.seconds}
+        )
+        pieces.append(of_run.pieces)
+    names = [each["name"] for each in found]
+    for each in found:
+        if names.count(each["name"]) > 1:
+            each["name"] = each["folder"]
+    data = {"runs": found, "panels": _panels(), "columns": rollouts.COLUMNS}
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
-        with unfinished.open("w", encoding="ascii") as file:
+        with unfinished.open("w", encoding="utf-8") as file:
             file.writelines(_document(data, pieces))
         unfinished.replace(target)
     except OSError as error:
@@ -45,6 +46,18 @@ def write(runs: Sequence[Path], target: Path, *, room_bytes: int = ROOM_BYTES) -
     finally:
         unfinished.unlink(missing_ok=True)
     return target
+
+
+def _panels() -> list[dict[str, Any]]:
+    """The panels of `curves.png`, with what only this page shows: held-out success, and what bounds the speed."""
+    found = [panel._asdict() | {"evals": panel.lines[0][0] == "success"} for panel in PANELS]
+    for panel in found:
+        if any(name == "trained_per_s" for name, *_ in panel["lines"]):
+            panel["lines"] += (
+                ("generator_bound", GREEN, "generators, if they never waited", True),
+                ("learner_bound", BLUE, "learner, if it never waited", True),
+            )
+    return found
 
 
 def _document(data: Mapping[str, Any], pieces: Sequence[Sequence[str | None]]) -> Iterable[str]:

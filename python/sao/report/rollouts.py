@@ -8,6 +8,7 @@ import base64
 import json
 import math
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from sao.telemetry.recording import Numbers, Recorded, read_step, recorded_steps
 from sao.telemetry.texts import Texts
 from sao.trajectory import Segment
 
+_MOST = 5000  # rollouts of a page
 _DIGITS = 4  # significant ones of a number that is shown for a token
 COLUMNS = (  # of the table, in order: name, and what it is
     ("step", "optimizer step that trained on it"),
@@ -41,20 +43,26 @@ COLUMNS = (  # of the table, in order: name, and what it is
 
 
 class Rollouts(NamedTuple):
-    """rows: of `COLUMNS`, None where not known. pieces: by row, None where there was no room. notes: for the reader."""
+    """rows: of `COLUMNS`, None where not known. pieces: by row, None where there was no room. notes: for the reader.
+
+    seconds: what a rollout's time goes to, by cause, as a mean.
+    """
 
     rows: list[list[Any]]
     pieces: list[str | None]
     notes: list[str]
-    seconds: list[dict[str, float]]  # of each row's rollout, by what it was spent on
+    seconds: dict[str, float]
 
 
 def read(run_folder: Path, room_bytes: int) -> Rollouts:
-    """The recorded steps of a run; what cannot be read is noted and left out."""
+    """The recorded steps of a run, newest first; what cannot be read, or is too much, is noted and left out."""
     folder, texts = run_folder / "trajectories", Texts.of(run_folder)
-    found = Rollouts([], [], [], [])
+    found, seconds = Rollouts([], [], [], {}), Counter[str]()
     steps = recorded_steps(folder)
     for left, step in zip(range(len(steps), 0, -1), reversed(steps), strict=True):
+        if len(found.rows) >= _MOST:
+            found.notes.append(f"the {left} recorded steps up to step {step} are left out")
+            break
         share = room_bytes // left
         try:
             recorded = read_step(step_path(folder, step))
@@ -62,15 +70,18 @@ def read(run_folder: Path, room_bytes: int) -> Rollouts:
                 row, piece = _row(step, item), _piece(item, texts) if share > 0 else None
                 if piece is not None and len(piece) <= share:
                     share, room_bytes = share - len(piece), room_bytes - len(piece)
-                else:
-                    piece = None
+                elif piece is not None:
+                    piece, share = None, 0
                 found.rows.append(row)
                 found.pieces.append(piece)
-                found.seconds.append(dict(item.trajectory.timings_s))
+                seconds.update(item.trajectory.timings_s)
         except (WireError, ValidationError) as error:
             found.notes.append(f"step {step} ends after {len(found.rows)} rollouts of the table: {error}")
+    found.seconds.update({name: _short(total / len(found.rows)) for name, total in seconds.items()})
     if without := sum(piece is None for piece in found.pieces):
-        found.notes.append(f"{without} of {len(found.rows)} rollouts are in the table alone: there was no room for more")
+        found.notes.append(
+            f"{without} of {len(found.rows)} rollouts are in the table alone: there was no room for more"
+        )
     return found
 
 

@@ -45,6 +45,7 @@ OPTIONAL = {
     "vllm": "generator.engine = 'vllm' is not available: pip install 'sao[vllm]'",
     "reasoning_gym": "environment 'reasoning_gym' is not available: pip install 'sao[envs]'",
     "tensorboard": "no TensorBoard files: pip install 'sao[tracking]'",
+    "dygraphs": "no report.html: pip install 'sao[tracking]'",
     "matplotlib": "no curves.png: pip install 'sao[tracking]'",
 }
 

@@ -304,8 +304,9 @@ def _warnings(config: Config) -> Iterator[str]:
     left_out = "is not installed, so it is left out; pip install 'sao[tracking]'"
     if telemetry.tensorboard and not installed("tensorboard"):
         yield f"telemetry.tensorboard: tensorboard {left_out}"
-    if telemetry.plot and not installed("matplotlib"):
-        yield f"telemetry.plot: matplotlib {left_out}"
+    for package in ("matplotlib", "dygraphs"):
+        if telemetry.plot and not installed(package):
+            yield f"telemetry.plot: {package} {left_out}"
 
 
 def installed(package: str) -> bool:

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from sao import __version__
 from sao import config as configuration
 from sao.config import Config
+from sao.report import page
 from sao.runtime import folders, launch, machine, preflight
 from sao.runtime import resume as resuming
 from sao.runtime.resume import Resume
@@ -138,11 +140,17 @@ def _summary(run_folder: Path, config: Config) -> list[str]:
     if models:
         lines.append(f"model: {config.folder / 'checkpoints' / models[-1].name}")
     if config.telemetry.plot and any(record["kind"] == "step" for record in records):
-        try:
-            plot.curves(records, run_folder / "curves.png")
-            lines.append(f"curves: {config.folder / 'curves.png'}")
-        except ImportError:
-            pass  # matplotlib is not installed; the check before the run has said so
-        except Exception as error:  # of a library that draws: the run is over, and well
-            lines.append(f"no curves: {run_folder / 'curves.png'}: {error}")
+        lines += _drawn("curves", config, "curves.png", lambda path: plot.curves(records, path))
+        lines += _drawn("report", config, "report.html", lambda path: page.write([run_folder], path))
     return lines
+
+
+def _drawn(what: str, config: Config, name: str, draw: Callable[[Path], object]) -> list[str]:
+    """Draws a picture of the run into its folder, and says where it is or why there is none."""
+    try:
+        draw(config.folder.resolve() / name)
+    except ImportError:
+        return []  # a package is not installed; the check before the run has said so
+    except Exception as error:  # whoever draws: the run is over, and well
+        return [f"no {what}: {config.folder / name}: {error}"]
+    return [f"{what}: {config.folder / name}"]

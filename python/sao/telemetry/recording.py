@@ -7,7 +7,7 @@ the tokens of all segments of all trajectories, laid end to end:
 | array | type | meaning |
 | --- | --- | --- |
 | `advantages`, `targets`, `values` | float32[N] | what the policy and the critic were trained on; 0 at non-actions |
-| `logprobs`, `entropies` | float32[N] | current policy at action tokens with a gradient, before the update; NaN elsewhere |
+| `logprobs`, `entropies` | float32[N] | of the policy before the update, at action tokens with a gradient; else NaN |
 | `rollout_logprobs` | float32[N] | as recorded by the engine; NaN at non-actions |
 | `lags` | int32[N] | policy versions behind; -1 at non-actions |
 | `segment_offsets`, `trajectory_offsets` | int64 | first token of each segment, first segment of each trajectory |

@@ -1,7 +1,6 @@
 """The texts of token ids, for people: nothing that is trained on is read from them."""
 
 import json
-import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
