@@ -99,6 +99,7 @@ evidence: $(VENV)/.vllm
 	done
 	$(MAKE) --no-print-directory wheel
 	$(BIN)/python scripts/try_wheel.py dist/*.whl --train
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) -m slow
 	scripts/loom.sh
 	scripts/instructions.sh
 	scripts/memcheck.sh

@@ -79,7 +79,7 @@ class Oracle:
         return adv, tgt
 
 
-@pytest.mark.parametrize("n", range(1, N_MAX + 1))
+@pytest.mark.parametrize("n", [*range(1, N_MAX), pytest.param(N_MAX, marks=pytest.mark.slow)])
 def test_every_mask_and_every_cut(n: int) -> None:
     """2^n masks times 2^(n-1) cuts. A chain does not see a cut at all: one answer for all of them."""
     values = np.random.default_rng(n).uniform(-2, 2, n).astype(np.float32)

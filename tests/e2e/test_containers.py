@@ -18,6 +18,7 @@ container = importlib.util.module_from_spec(spec)
 sys.modules["container"] = container
 spec.loader.exec_module(container)
 
+QUICK = ("no-proc", "tmp-read-only", "files-32", "cgroup2-memory", "pid-1-sigterm")
 pytestmark = pytest.mark.skipif(
     shutil.which("bwrap") is None
     or subprocess.run(
@@ -30,7 +31,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("name", container.SUBSET)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in container.SUBSET]
+)
 def test_it_learns_or_one_line_says_what_to_change(name, tmp_path):
     right, ended = container.attempt(container.CONDITIONS[name], make_folder(tmp_path / "model"))
     assert right, ended

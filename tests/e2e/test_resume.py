@@ -31,7 +31,7 @@ def records(folder: Path, kind: str) -> list[dict]:
     return [record for record in sinks.read(folder / "r" / "metrics.jsonl") if record["kind"] == kind]
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_again_and_again_ends_as_an_undisturbed_one(tmp_path, tiny_model, seed):
     """A few kills only; `bench/kills.py` makes 200."""
     story = Story(tmp_path, tiny_model, "plain", seed, steps=10, order=("completion", "window")[seed % 2])

@@ -15,19 +15,21 @@ pytestmark = [
 ]
 CHOSEN = (
     "journal: write ENOSPC once from call 30",
-    "journal: write ENOSPC for ever from call 30",
-    "journal: write short for ever",
-    "journal: fsync EIO once from call 4",
     "journal: write EIO once (--resume)",
     "journal: open EROFS for ever",
     "checkpoint: write EIO once",
     "weights: write ENOSPC once from call 2",
     "metrics: write,truncate EIO for ever from call 4",
+    "lock: flock ENOLCK for ever",
+)
+SLOW = (
+    "journal: write ENOSPC for ever from call 30",
+    "journal: write short for ever",
+    "journal: fsync EIO once from call 4",
     "TensorBoard: write ENOSPC for ever",
     "curves: open EROFS for ever",
     "config.json: write ENOSPC for ever",
     "log: open EROFS for ever",
-    "lock: flock ENOLCK for ever",
     "sockets: mkdir EDQUOT for ever",
 )
 
@@ -37,7 +39,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return harness.library(tmp_path_factory.mktemp("faults"))
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", [*CHOSEN, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_run_on_a_faulty_disk_loses_nothing_and_says_why(name, tmp_path, tiny_model, library):
     (fault,) = [fault for fault in TABLE if str(fault) == name]
     outcome = harness.Trial(tmp_path / "trial", tiny_model, library, fault).play()

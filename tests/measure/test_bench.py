@@ -16,7 +16,7 @@ from sao.measure.measure import Row
 from sao.measure.report import TOPICS, show, shown_rate, shown_time
 
 
-@pytest.mark.parametrize("topic", ["pack", "wire", "transport"])
+@pytest.mark.parametrize("topic", ["pack", "wire", pytest.param("transport", marks=pytest.mark.slow)])
 def test_rows_are_positive_and_ordered(topic: str) -> None:
     rows = list(TOPICS[topic](True))
     assert len({(row.what, row.size, row.how) for row in rows}) == len(rows) >= 4
