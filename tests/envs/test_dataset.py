@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,20 @@ async def later(answer: str, row: dict[str, Any]) -> float:
 
 def raises(answer: str, row: dict[str, Any]) -> float:
     raise ZeroDivisionError("oh")
+
+
+def leaves(answer: str, row: dict[str, Any]) -> float:
+    raise SystemExit(3)
+
+
+async def leaves_later(answer: str, row: dict[str, Any]) -> float:
+    await asyncio.sleep(0)
+    raise SystemExit(3)
+
+
+async def never(answer: str, row: dict[str, Any]) -> float:
+    await asyncio.sleep(60)
+    return 0.0
 
 
 def no_number(answer: str, row: dict[str, Any]) -> Any:
@@ -142,13 +157,19 @@ def test_rewards_of_async_functions_and_of_commands(tmp_path: Path) -> None:
         (f"{sys.executable} -c 'print(\"well\")'", "x", "scorer_error"),
         (f"{sys.executable} -c 'print(\"nan\")'", "x", "bad_reward"),
         (f"{sys.executable} -c 'import time; time.sleep(60)'", "x", "timeout"),
+        (["sh", "-c", "sleep 60 & sleep 60"], "x", "timeout"),
+        (f"{__name__}:leaves", "x", "scorer_error"),
+        (f"{__name__}:leaves_later", "x", "scorer_error"),
+        (f"{__name__}:never", "x", "timeout"),
     ],
 )
 def test_a_reward_that_fails_is_a_failure(tmp_path: Path, reward: str, answer: str, reason: str) -> None:
     env = make(lines(tmp_path / "x.jsonl"), reward, timeout_s=1.0)
+    began = time.monotonic()
     with pytest.raises(EnvironmentFailure) as caught:
         play(env, 0, answer)
     assert caught.value.reason == reason
+    assert time.monotonic() - began < 20, "what a command has started does not hold it up"
 
 
 @pytest.mark.parametrize(
@@ -160,6 +181,9 @@ def test_a_reward_that_fails_is_a_failure(tmp_path: Path, reward: str, answer: s
         ('{"prompt": 3}\n', {}, "row 1: 3, expected text or a list of messages"),
         ('{"prompt": [{"role": "robot", "content": "a"}]}\n', {}, "row 1: .*expected a Message of role"),
         ('{"prompt": [{"content": "a"}]}\n', {}, "row 1: .*expected a Message of role"),
+        ('{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}", {}, "row 1: not JSON"),
+        ('{"prompt": " "}\n', {}, "row 1: its last message is empty"),
+        ('{"prompt": [{"role": "assistant", "content": "a"}]}\n', {}, "row 1: its last message is of the assistant"),
         ("", {}, "no rows to train on"),
         ('{"prompt": "a"}\n', {"reward": "no_such_module:f"}, "reward: 'no_such_module:f' does not import"),
         ('{"prompt": "a"}\n', {"reward": f"{__name__}:nothing"}, "does not import: AttributeError"),
@@ -167,6 +191,11 @@ def test_a_reward_that_fails_is_a_failure(tmp_path: Path, reward: str, answer: s
         ('{"prompt": "a"}\n', {"reward": "no-such-program x"}, "neither 'module:function' nor a program"),
         ('{"prompt": "a"}\n', {"reward_range": [1]}, "reward_range: .1., expected two numbers"),
         ("".join(f'{{"prompt": "{n}"}}\n' for n in range(40)), {"reward_range": [1, 0]}, "expected low < high"),
+        ('{"prompt": "a"}\n', {"reward_range": 5}, "reward_range: 5, expected two numbers"),
+        ('{"prompt": "a"}\n', {"reward_range": "01"}, "reward_range: '01', expected two numbers"),
+        ('{"prompt": "a"}\n', {"reward": 5}, "reward: 5, expected 'module:function', a command"),
+        ('{"prompt": "a"}\n', {"reward": [5]}, "reward: .5., expected 'module:function', a command"),
+        ('{"prompt": "a"}\n', {"system": 5}, "system: 5, expected text"),
         ('{"prompt": "a"}\n', {"timeout_s": 0}, "timeout_s: 0"),
         ('{"prompt": "a"}\n', {}, "1 rows are too few to hold some out; give eval_path"),
         ('{"prompt": "a"}\n', {"reward": "unbalanced 'quote"}, "reward: .*No closing quotation"),
@@ -195,11 +224,18 @@ def test_a_module_that_fails_when_it_is_imported_is_named(
 def test_files_beside_the_rows_of_a_folder_are_left_alone(tmp_path: Path) -> None:
     lines(tmp_path / "train.jsonl")
     (tmp_path / ".cache").mkdir()
+    (tmp_path / "more.json").mkdir()
     for name in (".cache/x.jsonl", "tokenizer_config.json", "config.json", "cache-1.arrow", "dataset_info.json"):
         (tmp_path / name).write_text("{}")
     assert play(make(tmp_path), 0)[1] == 1.0
     with pytest.raises(ConfigError, match=r"path: 3, expected a path"):
         registry.make("dataset", path=3, reward=f"{__name__}:right")
+
+
+def test_one_row_in_a_json_file_is_a_row(tmp_path: Path) -> None:
+    (tmp_path / "train.json").write_text(json.dumps(ROWS[3], indent=1))
+    lines(tmp_path / "test.jsonl")
+    assert play(make(tmp_path), 0)[0][0].content == ROWS[3]["prompt"]
 
 
 def test_damaged_tables_and_empty_folders_are_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,46 @@ class Weather:
         return StepResult(await self._tools.results(turn), None, False)
 
     async def close(self) -> None: ...
+
+
+def parses(text: str) -> str:
+    """As a function that was a program."""
+    raise SystemExit(2)
+
+
+def _positional(x: int, /) -> int:
+    return x
+
+
+def undefined(x: Nowhere) -> str:  # type: ignore[name-defined]  # noqa: F821
+    return ""
+
+
+def test_a_function_that_leaves_the_process_or_blocks_is_the_calls_own_matter() -> None:
+    blocked = threading.Event()
+
+    def blocks() -> str:
+        blocked.wait(60)
+        return "late"
+
+    async def main() -> list[str]:
+        tools = Tools(parses, blocks)
+        turn = Message("assistant", "", (ToolCall("parses", '{"text": "x"}', "a"),))
+        (result,) = await tools.results(turn)
+        waiting = asyncio.create_task(tools.results(Message("assistant", "", (ToolCall("blocks", "{}", "b"),))))
+        await asyncio.sleep(0.05)  # the loop goes on
+        assert not waiting.done()
+        blocked.set()
+        return [result.content, (await waiting)[0].content]
+
+    assert asyncio.run(main()) == ["error: SystemExit: 2", "late"]
+
+
+@pytest.mark.parametrize("function", [undefined, _positional, lambda *x: x], ids=str)
+def test_functions_that_no_call_can_name_arguments_of_are_refused(function: Any) -> None:
+    function.__name__ = "f"
+    with pytest.raises(ConfigError, match="tools: f: no schema of its parameters"):
+        Tools(function)
 
 
 def test_functions_become_schemas_and_calls_are_checked() -> None:

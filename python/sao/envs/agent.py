@@ -1,29 +1,22 @@
 """`agent`: episodes that a program of others plays, by calling the generator's endpoint (`sao.agents.server`)."""
 
-import asyncio
 import json
-import math
 import os
 import shlex
 import shutil
-import signal
-import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import IO, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 from urllib.parse import urlsplit
 
-from sao.envs.protocol import check_choice
+from sao.envs import program
+from sao.envs.protocol import check_choice, check_range
 from sao.errors import ConfigError, EnvironmentFailure
-from sao.storage.parent_death import under_parent
 from sao.storage.surroundings import inherited
 
 Start = Literal["episode", "once", "never"]
 RewardFrom = Literal["posted", "last_line"]
 OnError = Literal["failure", "lowest_reward"]
-_OUTPUT_BYTES, _ERROR_BYTES = 1 << 20, 2000  # that are kept of the program's output
-_REST_S = 1.0  # for what is left in its pipes when it has ended
 
 
 class Access(NamedTuple):
@@ -116,9 +109,7 @@ class Agent:
             raise ConfigError(f"env.args.cwd: {cwd}: no such folder")
         if self.command:
             self._check_program(self.command[0])
-        if len(reward_range) != 2 or not all(isinstance(x, int | float) and math.isfinite(x) for x in reward_range):
-            raise ConfigError(f"env.args.reward_range: {reward_range!r}, expected two numbers")
-        self.reward_range = float(reward_range[0]), float(reward_range[1])
+        self.reward_range = check_range(reward_range)
         self.start, self.reward, self.replayable = start, reward, replayable
         self.on_error, self.strict = on_error, strict
 
@@ -145,86 +136,16 @@ class Agent:
             raise EnvironmentFailure("agent_exit", f"exit code {code}: {err}")
         return _last_line(out) if self.reward == "last_line" else None
 
-    async def run(self, parts: Sequence[str], variables: Mapping[str, str]) -> tuple[int, str, str]:
-        """Runs the program to its end: exit code, and the ends of its output and its error output.
-
-        It has a session of its own, which is killed then, when the call is cancelled, and when this process dies.
-        Raises `EnvironmentFailure("agent_start")`.
-        """
+    async def run(self, parts: Sequence[str], variables: Mapping[str, str]) -> program.Ended:
+        """Runs the program to its end, see `sao.envs.program`. Raises `EnvironmentFailure("agent_start")`."""
+        environment = without_proxy({**self._inherited, **self._more, **variables})
         try:
-            process = subprocess.Popen(
-                under_parent(parts, signal.SIGKILL),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                cwd=self._cwd,
-                env=without_proxy({**self._inherited, **self._more, **variables}),
-                start_new_session=True,
-            )
+            return await program.run(parts, cwd=self._cwd, environment=environment)
         except OSError as error:
             raise EnvironmentFailure("agent_start", f"{parts[0]}: {error}") from error
-        out, err = _Tail(_OUTPUT_BYTES), _Tail(_ERROR_BYTES)
-        try:
-            for tail, pipe in ((out, process.stdout), (err, process.stderr)):
-                await tail.read(pipe)
-            await _ended(process.pid)
-            os.killpg(process.pid, signal.SIGKILL)  # the others of its session, which may hold its output open
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_REST_S):
-                    await out.complete.wait()
-                    await err.complete.wait()
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            await _ended(process.pid)
-            code = process.wait()
-            out.close()
-            err.close()
-        return code, out.text, err.text
 
     async def close(self) -> None:
         """Nothing is held between calls."""
-
-
-class _Tail(asyncio.Protocol):
-    """The last bytes of a pipe. `complete`: nobody has its other end any more."""
-
-    def __init__(self, n_bytes: int) -> None:
-        self._n_bytes, self._kept = n_bytes, bytearray()
-        self._transport: asyncio.ReadTransport | None = None
-        self.complete = asyncio.Event()
-
-    async def read(self, pipe: IO[bytes] | None) -> None:
-        """Begins to read."""
-        self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: self, pipe)
-
-    def data_received(self, data: bytes) -> None:
-        self._kept += data
-        if len(self._kept) > 2 * self._n_bytes:  # seldom, so that a program that floods costs little
-            del self._kept[: -self._n_bytes]
-
-    def connection_lost(self, _: Exception | None) -> None:
-        self.complete.set()
-
-    @property
-    def text(self) -> str:
-        return self._kept[-self._n_bytes :].decode(errors="replace").strip()
-
-    def close(self) -> None:
-        """Reads no more."""
-        if self._transport is not None:
-            self._transport.close()
-
-
-async def _ended(pid: int) -> None:
-    """Waits for the end of a child that nobody has waited for; not for that of its output, which others may hold."""
-    descriptor, ended = os.pidfd_open(pid), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    loop.add_reader(descriptor, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
 
 
 def without_proxy(environment: dict[str, str]) -> dict[str, str]:

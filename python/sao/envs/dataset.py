@@ -8,7 +8,6 @@ import asyncio
 import importlib
 import inspect
 import json
-import math
 import random
 import shlex
 import shutil
@@ -19,10 +18,19 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
-from sao.envs.protocol import Message, SingleTask, StepResult, belongs, check_messages, check_reward, check_split
-from sao.envs.threads import in_thread
+from sao.envs import program
+from sao.envs.protocol import (
+    Message,
+    SingleTask,
+    StepResult,
+    belongs,
+    check_messages,
+    check_range,
+    check_reward,
+    check_split,
+)
+from sao.envs.threads import called
 from sao.errors import ConfigError, EnvironmentFailure
-from sao.storage.parent_death import under_parent
 
 _DRAWS = 1000  # after which a split is taken to be empty
 _HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
@@ -56,11 +64,18 @@ class Dataset(SingleTask[Row]):
         reward_range: Sequence[float] = (0.0, 1.0),
         timeout_s: float = 60.0,
     ) -> None:
-        if len(reward_range) != 2 or not all(isinstance(x, int | float) and math.isfinite(x) for x in reward_range):
-            raise ConfigError(f"env.args.reward_range: {reward_range!r}, expected two numbers")
-        if not (isinstance(timeout_s, int | float) and timeout_s > 0):
+        self.reward_range = check_range(reward_range)
+        if isinstance(timeout_s, bool) or not (isinstance(timeout_s, int | float) and timeout_s > 0):
             raise ConfigError(f"env.args.timeout_s: {timeout_s!r}, expected a number of seconds > 0")
-        self.reward_range = float(reward_range[0]), float(reward_range[1])
+        for name, text in (("prompt", prompt), ("system", system)):
+            if not isinstance(text, str):
+                raise ConfigError(f"env.args.{name}: {text!r}, expected text")
+        if not isinstance(reward, str) and not (
+            isinstance(reward, list | tuple) and all(isinstance(one, str) for one in reward)
+        ):
+            raise ConfigError(
+                f"env.args.reward: {reward!r}, expected 'module:function', a command, or a list of its words"
+            )
         self._prompt, self._limit_s = prompt, timeout_s
         self._system = (Message("system", system),) if system else ()
         self._score = _command(reward) if _is_command(reward) else _function(str(reward))
@@ -119,17 +134,7 @@ def _function(path: str) -> _Score:
         pass
 
     async def scored(answer: str, row: Row, limit_s: float) -> Any:
-        found = await in_thread(lambda: score(answer, row), limit_s, "scorer")
-        if not inspect.isawaitable(found):
-            return found
-        try:
-            return await asyncio.wait_for(found, limit_s)
-        except TimeoutError:
-            raise EnvironmentFailure("timeout", f"scorer did not return within {limit_s:g} s") from None
-        except EnvironmentFailure:
-            raise
-        except Exception as error:  # code of others
-            raise EnvironmentFailure("scorer_error", f"{type(error).__name__}: {error}") from error
+        return await called(lambda: score(answer, row), limit_s, "scorer")
 
     return scored
 
@@ -148,28 +153,21 @@ def _command(reward: str | Sequence[str]) -> _Score:
         raise ConfigError(f"env.args.reward: {text}")
 
     async def scored(answer: str, row: Row, limit_s: float) -> Any:
-        process = await asyncio.create_subprocess_exec(
-            *under_parent(parts),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
+        given = json.dumps({"answer": answer, "row": row}, default=str).encode()
         try:
-            given = json.dumps({"answer": answer, "row": row}, default=str).encode()
-            out, err = await asyncio.wait_for(process.communicate(given), limit_s)
+            async with asyncio.timeout(limit_s):
+                ended = await program.run(parts, given=given)
         except TimeoutError:
             raise EnvironmentFailure("timeout", f"scorer did not end within {limit_s:g} s") from None
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        text = out.decode(errors="replace").strip().rpartition("\n")[2]
+        except OSError as error:
+            raise EnvironmentFailure("scorer_error", f"{parts[0]}: {error}") from None
+        last = ended.out.rpartition("\n")[2]
         try:
-            if process.returncode:
-                raise ValueError(f"exit code {process.returncode}: {err.decode(errors='replace')[-500:]}")
-            return float(text)
+            if ended.code:
+                raise ValueError(f"exit code {ended.code}: {ended.err[-500:]}")
+            return float(last)
         except ValueError as error:
-            raise EnvironmentFailure("scorer_error", f"last line {text[:200]!r}: {error}") from None
+            raise EnvironmentFailure("scorer_error", f"last line {last[:200]!r}: {error}") from None
 
     return scored
 
@@ -181,7 +179,7 @@ def _files(name: str, path: str) -> tuple[list[Path], list[Path]]:
     root = Path(path).expanduser()
     if root.is_file():
         return [root], []
-    found = sorted(file for file in root.rglob("*") if _has_rows(file.relative_to(root)))
+    found = sorted(file for file in root.rglob("*") if _has_rows(file.relative_to(root)) and file.is_file())
     if not found:
         expected = f"expected a file or folder of {', '.join(_SUFFIXES)}"
         wrong = "no such files in it" if root.is_dir() else "not there"
@@ -219,7 +217,11 @@ def _opened(stamps: tuple[tuple[Path, int, int], ...], prompt: str) -> Sequence[
                     f"env.args.prompt: {part.name}, row {index + 1}: no field {prompt!r}; it has {fields}"
                 )
             try:
-                check_messages(_messages(row[prompt]), prompt)
+                messages = _messages(row[prompt])
+                check_messages(messages, prompt)
+                if messages[-1].role == "assistant" or not messages[-1].content.strip():
+                    text = "is of the assistant, who is to answer" if messages[-1].role == "assistant" else "is empty"
+                    raise EnvironmentFailure("bad_messages", f"its last message {text}")
             except EnvironmentFailure as error:
                 raise ConfigError(f"env.args.prompt: {part.name}, row {index + 1}: {error.detail}") from None
     return _Joined(parts)
@@ -270,7 +272,7 @@ class _Lines(Sequence[Row]):
         self._file.seek(self._starts[index])
         try:
             row = json.loads(self._file.readline())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"env.args.path: {self.name}, row {index + 1}: not JSON: {error}") from None
         if not isinstance(row, dict):
             raise ConfigError(f"env.args.path: {self.name}, row {index + 1}: {row!r:.100}, expected an object")
@@ -297,11 +299,13 @@ def _reader(file: Path) -> Callable[[Path], Any]:
 
 
 def _json(file: Path) -> Any:
-    """A JSON file with a list of rows; one with a row a line is read as lines."""
+    """A JSON file with a list of rows, or with one row; one with a row a line is read as lines."""
     try:
         found = json.loads(file.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         return _Lines(file)
+    if isinstance(found, dict):
+        found = [found]
     if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
         raise ConfigError(f"env.args.path: {file}: expected a list of objects, or an object a line")
     return _Table(str(file), found)

@@ -166,6 +166,18 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
     return str(value)
 
 
+def check_range(value: Any) -> tuple[float, float]:
+    """The argument `reward_range`. Raises `ConfigError` unless it is two finite numbers."""
+    try:
+        low, high = value
+        right = all(type(one) in (int, float) and math.isfinite(one) for one in (low, high))
+    except (TypeError, ValueError):
+        right = False
+    if not right:
+        raise ConfigError(f"env.args.reward_range: {value!r}, expected two numbers")
+    return float(low), float(high)
+
+
 def belongs(text: str, split: str) -> bool:
     """Whether the task of this text belongs to the split. A digest of the text decides, so no task is in both splits,
     whatever the seeds; one in 8 is held out."""

@@ -12,8 +12,10 @@ from typing import Any
 import pydantic
 
 from sao.envs.protocol import Message, ToolCall, as_unicode
+from sao.envs.threads import called
 from sao.errors import ConfigError, EnvironmentFailure
 
+_UNNAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
 _MAX_ERROR = 2000  # characters of an error that the policy sees
 
 
@@ -32,10 +34,12 @@ class Tools:
             if not name.isidentifier() or name in self._functions:
                 raise ConfigError(f"tools: {function!r}: expected functions with names, each name once")
             try:
+                if any(one.kind in _UNNAMED for one in inspect.signature(function).parameters.values()):
+                    raise TypeError("a call names its arguments, so none may be positional only or *args")
                 checked = pydantic.validate_call(function)
                 adapter: Any = pydantic.TypeAdapter  # of a function, which its type does not know
                 schema = adapter(checked).json_schema()
-            except (pydantic.errors.PydanticUserError, pydantic.errors.PydanticSchemaGenerationError) as error:
+            except Exception as error:  # of a signature that is others' code, or of pydantic
                 raise ConfigError(f"tools: {name}: no schema of its parameters: {error}") from None
             self._functions[name] = checked
             text = (inspect.getdoc(function) or "").partition("\n\n")[0]
@@ -60,14 +64,21 @@ class Tools:
     async def _called(self, function: Any, arguments: str) -> str:
         try:
             given = json.loads(arguments)
-            found = function(**given)
-            if inspect.isawaitable(found):
-                found = await found
+            # A function that blocks holds up its own episode alone, until the deadline of the environment's step.
+            found = await called(lambda: function(**given), None, "tool")
             return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
-        except EnvironmentFailure:
-            raise
-        except pydantic.ValidationError as error:
-            faults = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
-            return f"error: {'; '.join(faults)}"[:_MAX_ERROR]
-        except Exception as error:  # a function raises what it likes
-            return f"error: {type(error).__name__}: {error}"[:_MAX_ERROR]
+        except EnvironmentFailure as failure:
+            if failure.reason != "tool_error" or failure.__cause__ is None:
+                raise
+            return _told(failure.__cause__)
+        except Exception as error:  # arguments that are none, a result that is no JSON
+            return _told(error)
+
+
+def _told(error: BaseException) -> str:
+    """The text of what a function raised, which may be anything: the policy's call was wrong."""
+    if isinstance(error, pydantic.ValidationError):
+        text = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+    else:
+        text = f"{type(error).__name__}: {error}"
+    return f"error: {text}"[:_MAX_ERROR]
