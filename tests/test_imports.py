@@ -141,7 +141,7 @@ def modules_after(statement: str) -> set[str]:
 
 
 HEAVY = {"torch", "transformers", "vllm", "matplotlib", "tensorboard", "wandb", "prometheus_client", "dygraphs"}
-HEAVY |= {"reasoning_gym"}
+HEAVY |= {"reasoning_gym", "trackio"}
 LIGHT = [
     "import sao.cli",
     "import sao.config",

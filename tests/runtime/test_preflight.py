@@ -112,10 +112,13 @@ def test_an_environment_that_breaks_on_its_arguments_is_a_fault_not_a_crash(run_
 
 def test_a_package_that_is_missing_is_named_with_its_extra(run_file, monkeypatch):
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("vllm", "wandb") else real(name))
-    engine, tracker = faults(run_file, "generator.engine=vllm", "telemetry.wandb=true")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in ("vllm", "wandb", "trackio") else real(name)
+    )
+    engine, tracker, other = faults(run_file, "generator.engine=vllm", "telemetry.wandb=true", "telemetry.trackio=true")
     assert engine == "generator.engine: 'vllm' needs vllm, not installed; install the extra: pip install 'sao[vllm]'"
     assert tracker.startswith("telemetry.wandb: needs wandb, not installed")
+    assert other.startswith("telemetry.trackio: needs trackio, not installed")
 
 
 def test_a_port_for_prometheus_that_is_taken_is_a_fault(run_file):

@@ -6,6 +6,7 @@ import math
 import resource
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import urllib.request
@@ -241,3 +242,20 @@ def test_wandb_gets_the_numbers(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError):
         sinks.WandB("r", {}, tmp_path)
+
+
+def test_a_run_that_goes_on_is_the_same_run_in_trackio(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "data"))  # read when it is imported
+    pytest.importorskip("trackio", reason="needs pip install trackio")
+    for number in (7, 8):
+        sink = sinks.Trackio("r", {"a": {"b": 1}}, tmp_path)
+        sink.write(step(number))
+        sink.write(sinks.record("event", {"level": "info", "text": "x"}))
+        sink.close()
+    other = tmp_path / "other"
+    other.mkdir()
+    sinks.Trackio("r2", {}, other).close()
+    with sqlite3.connect(tmp_path / "data" / "sao.db") as data:
+        rows = data.execute("select run_name, step, metrics from metrics order by step").fetchall()
+    assert [at for _, at, _ in rows] == [7, 8] and len({name for name, _, _ in rows}) == 1
+    assert json.loads(rows[0][2])["step/reward/mean"] == 0.5

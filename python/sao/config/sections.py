@@ -328,6 +328,7 @@ class TelemetrySection(Section):
 
     tensorboard: bool = key(True, "TensorBoard files, where tensorboard is installed (extra `tracking`)")
     wandb: bool = key(False, "Weights & Biases; needs the package wandb")
+    trackio: bool = key(False, "Trackio, on this machine; needs the package trackio")
     prometheus_port: int | None = key(None, "port on 127.0.0.1 for Prometheus (extra `tracking`)", ge=1, le=65535)
     live: bool = key(True, "live view when the output is a terminal")
     keep_trajectories: Natural = key(0, "newest steps kept for `sao inspect` and `sao replay`; 0: none")

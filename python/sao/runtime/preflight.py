@@ -155,8 +155,9 @@ def _packages(config: Config) -> Iterator[str]:
     if absent := ", ".join(name for name in needed if not installed(name)):
         text = f"needs {absent}, not installed; install the extra: pip install 'sao[{extra}]'"
         yield f"generator.engine: {engine!r} {text}"
-    if config.telemetry.wandb and not installed("wandb"):
-        yield "telemetry.wandb: needs wandb, not installed; pip install wandb"
+    for name in ("wandb", "trackio"):
+        if getattr(config.telemetry, name) and not installed(name):
+            yield f"telemetry.{name}: needs {name}, not installed; pip install {name}"
 
 
 def _model_folder(field: str, path: str, template: str | None = None) -> Iterator[str]:

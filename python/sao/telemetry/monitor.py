@@ -13,7 +13,7 @@ from rich.console import Console
 from sao.config import Config
 from sao.errors import ConfigError
 from sao.telemetry.live import View
-from sao.telemetry.sinks import JsonLines, Prometheus, Record, Sink, TensorBoard, WandB, record
+from sao.telemetry.sinks import JsonLines, Prometheus, Record, Sink, TensorBoard, Trackio, WandB, record
 
 
 class Monitor:
@@ -30,6 +30,9 @@ class Monitor:
         if telemetry.wandb:
             values = config.model_dump(mode="json")
             self._add("telemetry.wandb", lambda: WandB(config.run.name, values, run_folder))
+        if telemetry.trackio:
+            values = config.model_dump(mode="json")
+            self._add("telemetry.trackio", lambda: Trackio(config.run.name, values, run_folder))
         if (port := telemetry.prometheus_port) is not None:
             self._add("telemetry.prometheus_port", lambda: Prometheus(port))
         self._view: View | None = None

@@ -1,4 +1,4 @@
-"""The sinks of records: one machine-readable file, TensorBoard, Weights & Biases, Prometheus.
+"""The sinks of records: one machine-readable file, TensorBoard, Weights & Biases, Trackio, Prometheus.
 
 Each takes records in the order in which they happened (`write`) and writes at last what it still holds back (`close`).
 
@@ -14,7 +14,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,36 @@ class WandB:
             self._run.log(numbers | {"step": record["step"]})
 
 
+class Trackio:
+    """Hugging Face's Trackio, which keeps its data on this machine, for those who ask for it (`telemetry.trackio`)."""
+
+    def __init__(self, name: str, config: Mapping[str, Any], folder: Path) -> None:
+        """Goes on with the Trackio run whose name lies in the folder. Raises what trackio raises."""
+        import trackio
+
+        known = folder / "trackio-name"
+        again = known.exists()
+        with redirect_stdout(io.StringIO()):  # it prints where the live view is
+            self._run = trackio.init(
+                project="sao",
+                name=known.read_text(encoding="utf-8") if again else f"{name}-{time.time():.0f}",
+                config=dict(config),
+                resume="must" if again else "never",
+                embed=False,
+            )
+        known.write_text(str(self._run.name), encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        """Logs the numbers of step and eval records."""
+        if numbers := scalars(record):
+            self._run.log(numbers, step=record["step"])
+
+    def close(self) -> None:
+        """Waits until all is written."""
+        with redirect_stdout(io.StringIO()):
+            self._run.finish()
+
+
 class Prometheus:
     """Serves the newest numbers at `http://127.0.0.1:PORT/metrics` while the run lasts.
 
@@ -184,7 +214,7 @@ class Prometheus:
         self._thread.join(timeout=5)
 
 
-Sink = JsonLines | TensorBoard | WandB | Prometheus
+Sink = JsonLines | TensorBoard | WandB | Trackio | Prometheus
 
 
 def taken(port: int, error: OSError) -> str:
