@@ -72,7 +72,8 @@ def test_a_run_leaves_its_folder_and_nothing_else(finished):
     assert len(finished.private) == 2 and not [path for path in finished.private if path.exists()]
     names = {path.name for path in finished.folder.iterdir()}
     assert names == {
-        *("config.json", "models.json", "metrics.jsonl", "curves.png", "journal", "logs", "checkpoints", "tensorboard")
+        *("config.json", "models.json", "metrics.jsonl", "curves.png", "report.html"),
+        *("journal", "logs", "checkpoints", "tensorboard"),
     }
     assert {path.name for path in (finished.folder / "logs").iterdir()} == {"broker.log", "learner.log", "g0.log"}
     assert "step 4/4" in finished.output.read_text()
