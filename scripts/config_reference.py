@@ -56,6 +56,8 @@ def _type(annotation: Any) -> str:
         return " or ".join(_type(arg) for arg in args if arg is not type(None))
     if origin is Literal:
         return ", ".join(f"`{_toml(value)}`" for value in args)
+    if origin is list:
+        return f"list of {_type(args[0])}s"
     if origin is tuple:
         return f"[{', '.join(_type(arg) for arg in args)}]"
     if origin is dict:

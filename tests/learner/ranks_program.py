@@ -22,6 +22,7 @@ from sao.trajectory import Trajectory
 
 SCENARIOS = ("long-and-tiny", "idle", "five-long-one-short", "kept", "float32", "hybrid")
 ONLY_TWO = ("poison", "disagree")
+ALONE = ("lora",)  # run by name
 ADVERSARIAL = ("budget-and-hundreds", "idle", "five-long-one-short")
 
 
@@ -71,6 +72,8 @@ def run(scenario: str, model: Path, out: Path, world: World) -> None:
     if world.size == 4:  # what saves memory must not change a number either
         settings |= {"model__activation_checkpointing": True, "learner__logprob_chunk_tokens": 7}
         settings |= {"learner__offload_optimizer": True}
+    if scenario == "lora":
+        settings = {"lora__rank": 4, "algorithm__lambda_critic": 0.9}
     weights = out / "weights"
     if world.rank == 0:
         weights.mkdir(parents=True)
@@ -80,7 +83,7 @@ def run(scenario: str, model: Path, out: Path, world: World) -> None:
             make("qwen3_next").save_pretrained(model)
         world.agree("the model is there", 0)
     learner = Learner(make_config(model, model__dtype=dtype, **settings), world, weights)
-    gradients = keep_gradients(learner) if scenario in ADVERSARIAL else {}
+    gradients = keep_gradients(learner) if scenario in (*ADVERSARIAL, *ALONE) else {}
     report: dict[str, list] = {"steps": [], "skipped": [], "versions": [], "published": [], "error": []}
     for number, batch in enumerate(batches(scenario)):
         if scenario == "disagree" and number == 1 and world.rank == 1:
@@ -115,6 +118,7 @@ def main() -> None:
     torch.set_num_threads(1)
     world = World.join(timeout_s=60)
     scenarios = {1: (*SCENARIOS, "budget-and-hundreds"), 2: SCENARIOS + ONLY_TWO, 4: ADVERSARIAL}[world.size]
+    scenarios = tuple(sys.argv[3:]) or scenarios
     for scenario in scenarios:
         run(scenario, Path(sys.argv[1]), Path(sys.argv[2]) / scenario, world)
         world.agree("end of a scenario", 0)

@@ -36,6 +36,7 @@ class Config(sections.Section):
     algorithm: sections.AlgorithmSection = sections.AlgorithmSection()
     compaction: sections.CompactionSection = sections.CompactionSection()
     learner: sections.LearnerSection = sections.LearnerSection()
+    lora: sections.LoraSection = sections.LoraSection()
     value_pretraining: sections.ValuePretrainingSection = sections.ValuePretrainingSection()
     staleness: sections.StalenessSection = sections.StalenessSection()
     buffer: sections.BufferSection = sections.BufferSection()
@@ -65,6 +66,16 @@ class Config(sections.Section):
             yield f"run.target_success: {run.target_success} needs held-out evaluation, but eval.every_steps = 0"
         if self.model.attention == "flash_attention_2" and self.model.dtype != "bfloat16":
             yield f"model.attention: flash_attention_2 needs model.dtype = bfloat16 (got {self.model.dtype})"
+        lora = self.lora
+        changed = [name for name, field in type(lora).model_fields.items() if getattr(lora, name) != field.default]
+        if not lora.rank and changed:
+            yield f"lora.{changed[0]}: has no effect with lora.rank = 0"
+        if lora.rank and not self.algorithm.has_critic and {"critic", "critic_lr"} & {*changed}:
+            yield f"lora.critic: has no effect with algorithm.estimator = {self.algorithm.estimator}, without a critic"
+        if lora.critic == "full" and lora.critic_lr is not None:
+            yield "lora.critic_lr: has no effect with critic = full; use learner.critic_lr"
+        if lora.targets == []:
+            yield "lora.targets: names no layer"
         yield from self._agents_address()
         yield from self._same_port()
         if compaction.enabled:
@@ -131,6 +142,13 @@ class Config(sections.Section):
                 f"compaction.threshold_tokens: {threshold}{source} must be below sampling.context_tokens = {context}"
             )
         return threshold, faults
+
+    @property
+    def published_dtype(self) -> str:
+        """The type of published weights: the learner's; merged adapters come in float32 at least, since 16 bits round
+        small ones away.
+        """
+        return "float32" if self.lora.rank and self.model.dtype == "bfloat16" else self.model.dtype
 
     @property
     def logprob_gap_limit(self) -> float:

@@ -231,6 +231,21 @@ class LearnerSection(Section):
     deterministic: bool = key(False, "deterministic torch kernels: reproducible, slower")
 
 
+class LoraSection(Section):
+    """LoRA: small factors are trained, the model itself stays (`docs/how-to/lora.md`)."""
+
+    rank: Natural = key(0, "r: columns of the factors; 0: all parameters are trained")
+    alpha: Positive = key(32.0, "the additions are scaled by alpha / rank")
+    targets: Literal["all"] | list[str] = key(
+        "all", "last names of the adapted linear layers; all: every one inside decoder layers except routers"
+    )
+    critic: Literal["adapter", "full"] = key(
+        "adapter", "adapter: a second adapter and a head on the policy's own base; full: a model of its own"
+    )
+    policy_lr: float | None = key(None, "peak rate of the policy's adapter; default: learner.policy_lr", ge=0)
+    critic_lr: float | None = key(None, "peak rate of the critic's adapter; default: learner.critic_lr", ge=0)
+
+
 class ValuePretrainingSection(Section):
     """`sao pretrain-value`: when the critic has learned enough. Its explained variance is that of batches that it has
     not been trained on yet, over the last `window` of them.

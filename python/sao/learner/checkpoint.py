@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from sao import __version__
 from sao.errors import CheckpointError
-from sao.learner.export import full_tensors, named_tensors, write_model
+from sao.learner.export import full_tensors, model_tensors, named_tensors, write_model
+from sao.learner.lora import own
 from sao.learner.step import Learner
 from sao.storage.checkpoints import STATE, Checkpoint, Draft, Ordinals
 from sao.storage.durable import PAUSES_S, may_pass
@@ -68,8 +69,7 @@ class Checkpointer:
         ledger = {"lease": lease, "tasks": [list(task) for task in tasks], "trained": self.trained.runs, "ended": ended}
         metadata = {**_metadata(learner, tensors), "ledger": ledger}
         staged: Any = DefaultStager(StagingOptions(False, False, False, False)).stage(tensors)
-        dtype, parts = learner.config.model.dtype, _models(learner).items()
-        model = {part: full_tensors(module, dtype, world, copy=True) for part, module in parts}
+        model = model_tensors(learner.policy, learner.critic, learner.config, world) or {}
         self._saving = self._writer.submit(self._write, staged, model, metadata)
         return before
 
@@ -136,10 +136,13 @@ class Checkpointer:
 
 
 def state_tensors(learner: Learner) -> dict[str, Tensor]:
-    """Every tensor of the learner's state by name: `policy/NAME`, `policy_optimizer/exp_avg/NAME`, `rng/cpu/rank-0`."""
+    """Every tensor of the learner's state by name: `policy/NAME`, `policy_optimizer/exp_avg/NAME`, `rng/cpu/rank-0`.
+
+    Of models with adapters these alone: the base is that of `model.path`.
+    """
     tensors: dict[str, Tensor] = {}
     for part, module in _models(learner).items():
-        tensors |= {f"{part}/{name}": tensor for name, tensor in named_tensors(module).items()}
+        tensors |= {f"{part}/{name}": tensor for name, tensor in own(named_tensors(module), part).items()}
     for part, optimizer in learner.optimizers.items():
         for name, parameter in optimizer.parameters.items():
             moments = optimizer.adam.state.get(parameter, {})
@@ -196,7 +199,7 @@ def republish(learner: Learner, checkpoint: Checkpoint) -> WeightsRef | None:
 
     Raises `CheckpointError` when these are not the weights whose fingerprint the checkpoint holds. A collective.
     """
-    tensors = full_tensors(learner.policy.lm, learner.config.model.dtype, learner.world)
+    tensors = full_tensors(learner.policy.lm, learner.config.published_dtype, learner.world)
     if tensors is None:
         return None
     restored, saved = fingerprint(tensors), checkpoint.manifest["fingerprint"]

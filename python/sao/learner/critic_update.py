@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from sao.algorithms.advantage import advantages as estimate_advantages
 from sao.algorithms.value import explained_variance, value_loss, value_moments
 from sao.config import Config
-from sao.learner.model import load_critic
+from sao.learner.model import Critic
 from sao.learner.optim import Optimizer
 from sao.learner.work import Skipped, Work
 from sao.learner.world import World
@@ -23,12 +23,10 @@ class CriticUpdate:
     `moments`: `value_moments` of the last batch, with the values from before its passes: it had not been trained on.
     """
 
-    def __init__(self, config: Config, world: World) -> None:
-        """Loads the critic. Raises `ConfigError` or `WeightsError` if it cannot be loaded or packed."""
-        self.config, self.world, self.model = config, world, load_critic(config, world)
-        self.optimizer = Optimizer(
-            self.model, config.learner.critic_lr, config.learner.critic_lr_warmup_steps, config, world
-        )
+    def __init__(self, config: Config, world: World, critic: Critic) -> None:
+        self.config, self.world, self.model = config, world, critic
+        rate = config.learner.critic_lr if config.lora.critic_lr is None else config.lora.critic_lr
+        self.optimizer = Optimizer(critic.trained(), rate, config.learner.critic_lr_warmup_steps, config, world)
         self.moments = torch.zeros(5, dtype=torch.float64)
 
     def run(self, work: Work) -> Floats:

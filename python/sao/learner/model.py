@@ -5,6 +5,7 @@ positions asked for. Dropout is off: what is scored must be what was sampled.
 """
 
 import re
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from sao.algorithms.logprob import score
 from sao.config import Config
 from sao.errors import ConfigError, WeightsError
+from sao.learner import lora
 from sao.learner.attention import EAGER, SDPA, choose
 from sao.learner.backbone import body_of, head_of
 from sao.learner.batch import MicroBatch
@@ -28,6 +30,7 @@ from sao.storage import model_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 CRITIC_FILE = model_folder.CRITIC
+HEAD_FILE = "head.safetensors"  # beside a critic's adapter
 
 # A token mixer, by the last part of its module name or by its class; norms that are only named after one are not.
 _MIXER_NAME = re.compile(r"(^|_)(attn|attention|mamba|linear_attn|token_mixer|mixer)$")
@@ -35,8 +38,25 @@ _FEED_FORWARD_CLASS = re.compile(r"(MLP|Mlp|MoE|MOE|Moe|Experts|FeedForward)$") 
 _MIXER_CLASS = re.compile(r"(Attention|Attn|Mixer|DeltaNet|ShortConv)(2D|Block)?$")
 
 
-class Policy(nn.Module):
+class _Model(nn.Module):
+    """What one optimizer trains. `through`: called in its stead, where it shares a base."""
+
+    part = ""
+    through: Any = None
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        return (self.through or super().__call__)(*inputs, **options)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that are its own and not frozen."""
+        named = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+        return {name: named[name] for name in lora.own(named, self.part)}
+
+
+class Policy(_Model):
     """A causal language model that scores the action tokens of a micro-batch."""
+
+    part = "policy"
 
     def __init__(self, lm: Any, layout: Layout | None = None) -> None:
         super().__init__()
@@ -59,8 +79,10 @@ class Policy(nn.Module):
         return score(head, hidden, token_ids=ids, temperatures=temperatures, chunk_tokens=chunk_tokens)
 
 
-class Critic(nn.Module):
+class Critic(_Model):
     """The backbone of a language model with a linear scalar head (with bias), zero until it is trained."""
+
+    part = "critic"
 
     def __init__(self, backbone: Any, layout: Layout | None = None) -> None:
         super().__init__()
@@ -74,8 +96,47 @@ class Critic(nn.Module):
     def forward(self, batch: MicroBatch, rows: Tensor, columns: Tensor) -> Tensor:
         """Values [m], float32 or better, of the states that end at positions (rows[i], columns[i])."""
         hidden = self.backbone(**batch.inputs, use_cache=False).last_hidden_state
-        values = self.head(hidden[rows, columns]).squeeze(-1).clone()  # FSDP hooks do not like views
+        states = hidden[rows, columns].to(self.head.weight.dtype)  # on a base in 16 bits
+        values = self.head(states).squeeze(-1).clone()  # FSDP hooks do not like views
         return values if values.dtype == torch.float64 else values.float()
+
+
+def load_models(config: Config, world: World) -> tuple[Policy | None, Critic | None]:
+    """The policy and the critic that the run trains. Raises as the functions for one of them do."""
+    train, has_critic = config.run.task == "train", config.algorithm.has_critic
+    if not config.lora.rank:
+        return load_policy(config, world) if train else None, load_critic(config, world) if has_critic else None
+    adapters = has_critic and config.lora.critic == "adapter"
+    wanted = [part for part, is_wanted in (("critic", adapters), ("policy", train)) if is_wanted]
+    found = _load_on_one_base(config, world, wanted) if wanted else {}
+    critic = load_critic(config, world) if has_critic and not adapters else found.get("critic")
+    return found.get("policy"), critic
+
+
+def _load_on_one_base(config: Config, world: World, wanted: list[str]) -> dict[str, Any]:
+    """`model.path` in `model.dtype`, frozen, with an adapter for each model that is wanted, float32 or better."""
+    path, critic_path = config.model.path, config.learner.critic_path
+    lm, layout = _load(config, path, world, "model.path")
+    models: dict[str, Any] = {}
+    if "critic" in wanted:
+        models["critic"] = Critic(body_of(lm), layout)
+    if "policy" in wanted:
+        models["policy"] = Policy(lm, layout)
+    left_out: dict[str, set[str]] = {part: set() for part in models}
+    if "critic" in models and config.learner.critic_frozen == "attention":
+        left_out["critic"] = {name for name, _ in _mixers(lm)}
+    turn = lora.inject(lm, _layers(lm), config.lora, config.run.seed, left_out)
+    for parameter in lm.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(DTYPES[config.model.dtype])
+    if "critic" in models and critic_path is not None:
+        folder = Path(critic_path) / lora.FOLDERS["critic"]
+        lora.read(folder, models["critic"], "critic", config.lora, "learner.critic_path")
+        _load_into(models["critic"].head, folder / HEAD_FILE)
+    root = shard(lora.OneBase(models, turn), config, world)
+    for part, model in models.items():
+        model.through = partial(root, part)
+    return models
 
 
 def load_policy(config: Config, world: World) -> Policy:
@@ -96,13 +157,19 @@ def load_critic(config: Config, world: World) -> Critic:
     lm, layout = _load(config, source, world, field, weights=not trained)
     critic = Critic(body_of(lm), layout)
     if trained:
-        try:
-            critic.load_state_dict(load_file(source / CRITIC_FILE))
-        except (OSError, RuntimeError, SafetensorError) as error:
-            raise WeightsError(f"{source / CRITIC_FILE}: {error}") from error
+        _load_into(critic, source / CRITIC_FILE)
+    elif critic_path is not None and (source / lora.FOLDERS["critic"]).is_dir():
+        raise ConfigError(f"learner.critic_path: {source} holds a critic's adapter, which needs lora.rank")
     if frozen == "attention" and not freeze_attention(critic.backbone):
         raise ConfigError(f"learner.critic_frozen: no attention or token-mixer module found in {source}")
     return shard(critic, config, world)
+
+
+def _load_into(module: nn.Module, file: Path) -> None:
+    try:
+        module.load_state_dict(load_file(file))
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise WeightsError(f"{file}: {error}") from error
 
 
 def freeze_attention(backbone: nn.Module) -> list[str]:
@@ -112,14 +179,19 @@ def freeze_attention(backbone: nn.Module) -> list[str]:
     (`...Attention`, `...Mixer`, `...DeltaNet`). Embeddings, norms outside, MLPs and experts stay trainable.
     """
     frozen = []
-    for name, module in backbone.named_modules():
+    for name, module in _mixers(backbone):
+        for inner, parameter in module.named_parameters():
+            parameter.requires_grad_(False)
+            frozen.append(f"{name}.{inner}")
+    return sorted(set(frozen))
+
+
+def _mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
         kind = type(module).__name__
         named = _MIXER_NAME.search(name.rpartition(".")[2]) and not _FEED_FORWARD_CLASS.search(kind)
         if named or _MIXER_CLASS.search(kind):
-            for inner, parameter in module.named_parameters():
-                parameter.requires_grad_(False)
-                frozen.append(f"{name}.{inner}")
-    return sorted(set(frozen))
+            yield name, module
 
 
 def linear_cost(model: Policy | Critic) -> float:
@@ -151,7 +223,7 @@ def shard(model: Any, config: Config, world: World) -> Any:
     if world.mesh is None:
         if offload:
             raise ConfigError("learner.offload_optimizer: needs the process group that `sao train` makes")
-        return model.to(DTYPES[dtype])
+        return model if config.lora.rank else model.to(DTYPES[dtype])
     options: dict[str, Any] = {"mesh": world.mesh}
     if dtype == "bfloat16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -16,12 +16,19 @@ from sao.learner.world import World
 
 
 class Optimizer:
-    """AdamW over the trainable parameters of one model; matrices decay, vectors (norms, biases) do not."""
+    """AdamW over the parameters that one model trains; matrices decay, vectors (norms, biases) do not."""
 
-    def __init__(self, model: nn.Module, base_rate: float, warmup_steps: int, config: Config, world: World):
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        base_rate: float,
+        warmup_steps: int,
+        config: Config,
+        world: World,
+    ) -> None:
         self.world, self.config, self.base_rate, self.warmup_steps = world, config.learner, base_rate, warmup_steps
         self.total_steps = config.run.steps
-        self.parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.parameters = parameters
         groups = [
             {"params": [p for p in self.parameters.values() if p.ndim >= 2], "weight_decay": self.config.weight_decay},
             {"params": [p for p in self.parameters.values() if p.ndim < 2], "weight_decay": 0.0},

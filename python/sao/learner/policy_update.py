@@ -10,7 +10,7 @@ from sao.algorithms.policy_loss import dis_loss, positive_loss, ppo_loss, tis_lo
 from sao.config import Config
 from sao.learner.batch import Batch, MicroBatch
 from sao.learner.metrics import PolicySums
-from sao.learner.model import load_policy
+from sao.learner.model import Policy
 from sao.learner.optim import Optimizer
 from sao.learner.work import Skipped, Work
 from sao.learner.world import World
@@ -23,12 +23,10 @@ log = logging.getLogger(__name__)
 class PolicyUpdate:
     """The policy and its optimizer. Every rank makes the same calls."""
 
-    def __init__(self, config: Config, world: World) -> None:
-        """Loads the policy. Raises `ConfigError` if it cannot be loaded or packed."""
-        self.config, self.world, self.model = config, world, load_policy(config, world)
-        self.optimizer = Optimizer(
-            self.model, config.learner.policy_lr, config.learner.policy_lr_warmup_steps, config, world
-        )
+    def __init__(self, config: Config, world: World, policy: Policy) -> None:
+        self.config, self.world, self.model = config, world, policy
+        rate = config.learner.policy_lr if config.lora.policy_lr is None else config.lora.policy_lr
+        self.optimizer = Optimizer(policy.trained(), rate, config.learner.policy_lr_warmup_steps, config, world)
 
     def run(self, work: Work, advantages: Tensor) -> int:
         """The policy passes; `advantages` float32[N] by flat index.

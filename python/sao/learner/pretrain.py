@@ -86,7 +86,7 @@ def pretrain(learner: Learner, connection: Client | None, run_folder: Path, aske
                 "gamma": config.algorithm.gamma,
             }
             to, patience_s = run_folder / FOLDER, config.run.disk_patience_s
-            write_critic(critic.model, to, config.model.dtype, metadata, learner.world, patience_s)
+            write_critic(critic.model, to, config, metadata, learner.world, patience_s)
         if taken is not None and result is not None:
             if progress.explained_variance is not None:
                 result.metrics["critic/explained_variance_window"] = progress.explained_variance

@@ -28,7 +28,7 @@ def replay(learner: Learner, records: list[Path], report: Path) -> None:
 def _replay(learner: Learner, record: RecordedStep) -> dict[str, Any]:
     """Makes a step and compares it: how many numbers there are, and those that differ, as name -> (recorded, now)."""
     result = learner.step(record.trajectories())
-    policy = full_tensors(learner.policy.lm, learner.config.model.dtype, learner.world)
+    policy = full_tensors(learner.policy.lm, learner.config.published_dtype, learner.world)
     recorded: dict[str, float] = record.meta["metrics"]
     names = sorted(name for name in recorded.keys() | result.metrics.keys() if not name.startswith(_CLOCKS))
     pairs: dict[str, tuple[Any, Any]] = {name: (recorded.get(name), result.metrics.get(name)) for name in names}

@@ -34,7 +34,7 @@ from sao.learner.batch import Batch, flatten, micro_batches
 from sao.learner.critic_update import CriticUpdate
 from sao.learner.export import full_tensors
 from sao.learner.metrics import describe
-from sao.learner.model import Policy, linear_cost
+from sao.learner.model import Policy, linear_cost, load_models
 from sao.learner.plan import plan_segments
 from sao.learner.policy_update import PolicyUpdate
 from sao.learner.work import Skipped, Work
@@ -81,9 +81,9 @@ class Learner:
         torch.set_num_threads(config.learner.threads)
         torch.use_deterministic_algorithms(config.learner.deterministic)
         torch.manual_seed(config.run.seed)
-        self._policy_update = PolicyUpdate(config, self.world) if config.run.task == "train" else None
-        self.critic_update = CriticUpdate(config, self.world) if config.algorithm.has_critic else None
-        self.critic = None if self.critic_update is None else self.critic_update.model
+        policy, self.critic = load_models(config, self.world)
+        self._policy_update = None if policy is None else PolicyUpdate(config, self.world, policy)
+        self.critic_update = None if self.critic is None else CriticUpdate(config, self.world, self.critic)
         updates = {"policy": self._policy_update, "critic": self.critic_update}
         models = [update.model for update in updates.values() if update is not None]
         self.optimizers = {name: update.optimizer for name, update in updates.items() if update is not None}
@@ -177,7 +177,7 @@ class Learner:
     def _publish(self) -> WeightsRef | None:
         if self.weights_folder is None:
             return None
-        tensors = full_tensors(self.policy.lm, self.config.model.dtype, self.world)
+        tensors = full_tensors(self.policy.lm, self.config.published_dtype, self.world)
         failpoint("publish.begin")
         return None if tensors is None else self.publish(tensors)
 

@@ -22,7 +22,7 @@ from sao.rollout import chat_template
 from sao.rollout.compaction import templates
 from sao.runtime import folders, machine
 from sao.runtime import resume as resuming
-from sao.storage import filesystem, model_folder, ownership, surroundings
+from sao.storage import adapter_folder, filesystem, model_folder, ownership, surroundings
 from sao.telemetry import sinks
 from sao.transport.keys import SUPERVISOR, client_keys, server_keys
 from sao.transport.messages import KEPT_VERSIONS
@@ -56,7 +56,8 @@ def check(
     if role in ("run", "learner") and config.transport.weights_bind and not resume:
         faults += _listens("transport.weights_bind", config.transport.weights_bind)
     if role in ("run", "learner") and critic:
-        faults += _model_folder("learner.critic_path", critic)
+        adapter = config.lora.rank > 0 and config.lora.critic == "adapter"
+        faults += _critic_adapter(Path(critic)) if adapter else _model_folder("learner.critic_path", critic)
     if role in ("run", "generator", "eval"):
         faults += [*_chat_template(config.model), *_environment(config), *compaction(config)]
         faults += [] if resume else _listens("generator.agents_bind", config.generator.agents_bind)
@@ -173,9 +174,16 @@ def _model_folder(field: str, path: str, template: str | None = None) -> Iterato
         yield str(error)
 
 
+def _critic_adapter(folder: Path) -> Iterator[str]:
+    """What is no checkpoint or pretrained critic of a run whose critic is an adapter."""
+    for name in (adapter_folder.CONFIG, adapter_folder.WEIGHTS, "head.safetensors"):
+        if not (folder / "critic_adapter" / name).is_file():
+            yield f"learner.critic_path: {folder} has no critic_adapter/{name}; lora.critic = full takes any model"
+
+
 def weights_bytes(config: Config) -> int:
     """Bytes of the versions of the weights that exist at once: those that are kept, and one that is being written."""
-    item_bytes = {"float32": 4, "bfloat16": 2, "float64": 8}[config.model.dtype]
+    item_bytes = {"float32": 4, "bfloat16": 2, "float64": 8}[config.published_dtype]
     return (KEPT_VERSIONS + 1) * model_folder.weight_bytes(Path(config.model.path), item_bytes)
 
 

@@ -17,7 +17,7 @@ from sao.storage.checkpoints import Checkpoint
 from sao.telemetry.recording import read_step, recorded_steps, step_path
 
 LIMIT_S = 3600.0
-_DECIDE = ("model", "algorithm", "compaction", "learner", "staleness")
+_DECIDE = ("model", "algorithm", "compaction", "learner", "lora", "staleness")
 _DECIDE_NOTHING = ("save_every_steps", "checkpoints_kept", "max_skipped_in_a_row", "stale", "order")
 
 
