@@ -1,6 +1,6 @@
 """The quickstart by full training and by LoRA, three seeds each: steps and seconds until 0.95 of the held-out tasks.
 
-    python bench/lora.py [--seeds 0 1 2] [--models FOLDER] [--rates 1e-3]
+    python bench/lora.py [--seeds 0 1 2] [--models FOLDER] [--rates full 1e-3]
 
 Writes bench/results/lora.json. Real processes: a broker, a learner, two generators. `--models` keeps start policies.
 """
@@ -51,11 +51,12 @@ def main() -> None:
     """Runs all of them one after another and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--rates", nargs="+", default=["1e-3"])
+    parser.add_argument("--rates", nargs="+", default=["full", "1e-3"], help="of LoRA, or `full`")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--models", type=Path)
     options = parser.parse_args()
-    variants = [[], *([f"lora.rank={options.rank}", f"lora.policy_lr={rate}"] for rate in options.rates)]
+    lora = f"lora.rank={options.rank}"
+    variants = [[] if rate == "full" else [lora, f"lora.policy_lr={rate}"] for rate in options.rates]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "runs").mkdir()

@@ -36,6 +36,7 @@ LAYERS = [
 MAY_IMPORT_TORCH = ("engines/", "rollout/", "generator/", "learner/", "algorithms/")
 MAY_IMPORT_TORCH += (
     "transport/weights.py",
+    "storage/adapter_folder.py",
     "storage/model_folder.py",
     "runtime/evaluate.py",
     "runtime/model_check.py",
