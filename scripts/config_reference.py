@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from sao.config import Config
+from sao.config.presets import PRESETS
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "config.md"
 HEAD = """# Configuration
@@ -25,6 +26,13 @@ On the command line `section.key=value` overrides the file; values are written a
 `sao train RUN.toml --dry-run` prints the resolved configuration; a run keeps it in its folder as `config.json`.
 
 This page is written by `scripts/config_reference.py` from `python/sao/config/sections.py`.
+"""
+
+PRESETS_HEAD = """
+## Presets
+
+`algorithm.preset` sets a whole method. A key beside it in the file wins, and so does one on the command line. Named on
+the command line, a preset replaces the method that the file describes, and leaves its rates, batch and warm-up alone.
 """
 
 
@@ -45,6 +53,10 @@ def page() -> str:
                 field.description or "",
             ]
             parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    parts += [PRESETS_HEAD, "| preset | source | settings |\n| --- | --- | --- |"]
+    for name, preset in PRESETS.items():
+        settings = (f"`{key} = {_toml(value)}`" for key, value in (preset.algorithm | preset.learner).items())
+        parts.append(f"| `{name}` | {preset.source} | {', '.join(settings)} |")
     return "\n".join(parts) + "\n"
 
 

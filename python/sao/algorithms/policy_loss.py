@@ -140,8 +140,7 @@ def positive_loss(*, logprobs: Tensor, positive: Tensor) -> LossSums:
         L     = L_PPO + mu * L_NLL
 
     logprobs: float[n], differentiable. positive: bool[n], true at tokens of rollouts that succeeded. The rest of VAPO
-    is made of settings: `policy_loss = "ppo"` with `old_logprobs = "recomputed"`, eps 0.2/0.28, `lambda_alpha = 0.05`,
-    `lambda_critic = 1`, `denominator = "all"`, `value_loss = "clipped"`, groups of rollouts.
+    is made of settings, see the preset `vapo`.
     """
     count = positive.sum()
     return LossSums(-wide(logprobs[positive]).sum(), count, count)

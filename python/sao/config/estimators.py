@@ -4,8 +4,11 @@ from collections.abc import Iterator
 
 from sao.config.sections import AlgorithmSection, EnvSection, LearnerSection, RunSection, Section, StalenessSection
 
+WIDEST_CLIP = 0.5
+"""A wider clip of PPO bounds nothing: at r = 3, A = 1 the mask's band (0.2, 4) would leave a coefficient of 3."""
+
 # Settings that only a critic reads.
-_OF_A_CRITIC = {
+OF_A_CRITIC = {
     "algorithm": (
         *("gamma", "lambda_policy", "lambda_alpha", "lambda_critic", "skip_observations", "cross_segment"),
         *("advantage_values", "bootstrap_truncated"),
@@ -34,6 +37,11 @@ def faults(
         yield f"algorithm.old_logprobs: recomputed needs policy_loss = ppo (got {loss}), the others take the rollout's"
     if learner.policy_passes > 1 and loss != "ppo":
         yield f"learner.policy_passes: {learner.policy_passes} needs policy_loss = ppo (got {loss})"
+    if loss == "ppo" and (algorithm.eps_low > WIDEST_CLIP or algorithm.eps_high > WIDEST_CLIP):
+        yield (
+            f"algorithm.eps_high: {algorithm.eps_low}/{algorithm.eps_high} is a band of the double-sided mask, no clip"
+            f" of PPO (at most {WIDEST_CLIP} each); leave both out, or choose algorithm.preset = ppo"
+        )
     if weight > 0 and name != "vapo":
         yield f"algorithm.positive_weight: {weight} needs estimator = vapo (got {name})"
     if weight > 0 and algorithm.denominator == "kept":
@@ -51,7 +59,7 @@ def faults(
     if run.task == "pretrain_value":
         yield f"run.task: pretrain_value needs an estimator with a critic (got {name})"
     for section, values in (("algorithm", algorithm), ("learner", learner)):
-        for field in _OF_A_CRITIC[section]:
+        for field in OF_A_CRITIC[section]:
             if _changed(values, field):
                 yield f"{section}.{field}: has no effect with estimator = {name}, which has no critic"
 

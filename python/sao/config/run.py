@@ -17,7 +17,7 @@ from typing import Any, Self, get_args
 
 from pydantic import ValidationError, model_validator
 
-from sao.config import addresses, estimators, sections
+from sao.config import addresses, estimators, presets, sections
 from sao.config.explain import explain
 from sao.errors import ConfigError
 from sao.storage import durable
@@ -43,6 +43,11 @@ class Config(sections.Section):
     eval: sections.EvalSection = sections.EvalSection()
     transport: sections.TransportSection = sections.TransportSection()
     telemetry: sections.TelemetrySection = sections.TelemetrySection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, data: Any) -> Any:
+        return presets.fill(data)
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
@@ -217,11 +222,14 @@ def _override(data: dict[str, Any], item: str) -> str | None:
             value = text.strip()
     except tomllib.TOMLDecodeError:
         value = None if text.strip() == "none" and _may_be_none(*parts) else text.strip()
+    whole = data
     for part in parts[:-1]:
         data = data.setdefault(part, {})
         if not isinstance(data, dict):
             return f"override {item!r}: {part} is a value, not a section"
     data[parts[-1]] = value
+    if parts == ["algorithm", "preset"]:
+        presets.replace_method(whole)
     return None
 
 

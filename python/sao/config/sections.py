@@ -135,6 +135,11 @@ class GeneratorSection(Section):
 class AlgorithmSection(Section):
     """SAO: direct double-sided importance sampling, value and advantage (`docs/reference/algorithms.md`)."""
 
+    preset: (
+        Literal["sao", "sao_code", "sao_full_critic", "sao_one_value_update", "sao_with_observations", "sao_lambda_1"]
+        | Literal["compaction_rl", "ppo", "vapo", "grpo", "grpo_dis", "tis", "running_mean", "prompt_mean"]
+        | None
+    ) = key(None, "all settings of a method at once, see `docs/reference/algorithms.md`; keys beside it win")
     estimator: Literal["sao", "vapo", "grpo", "running_mean", "prompt_mean"] = key(
         "sao",
         "advantages: sao, vapo: GAE with a critic; grpo: of the group; running_mean, prompt_mean: reward minus the mean"
@@ -147,8 +152,10 @@ class AlgorithmSection(Section):
     old_logprobs: Literal["rollout", "recomputed"] = key(
         "rollout", "denominator of the ratio: as the engine logged, or (ppo) computed at the step's start"
     )
-    eps_low: float = key(0.3, "lower band edge is 1 - eps_low (dis: strict; tis: unused)", gt=0, lt=1)
-    eps_high: Positive = key(5.0, "upper band edge is 1 + eps_high (dis: strict)")
+    eps_low: float = key(
+        0.3, "lower band edge is 1 - eps_low (dis: strict; tis: unused); default: ppo 0.2, else 0.3", gt=0, lt=1
+    )
+    eps_high: Positive = key(5.0, "upper band edge is 1 + eps_high (dis: strict); default: dis 5.0, ppo 0.2, tis 1.0")
     positive_weight: float = key(0.0, "vapo: weight of the log-likelihood loss on successful rollouts", ge=0)
     baseline_window: Count = key(128, "running_mean: last rewards that make the mean")
     prompt_window: Count = key(8, "prompt_mean: last rewards of the same task that make the mean")
@@ -166,6 +173,16 @@ class AlgorithmSection(Section):
     advantage_values: Literal["before", "after"] = key("before", "critic values of before or after this step's passes")
     whiten_advantages: bool = key(False, "zero mean and unit variance over the step's action tokens")
     bootstrap_truncated: bool = key(False, "value of the last state instead of 0 at a truncation")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _band_of_the_loss(cls, data: Any) -> Any:
+        """A band that is not given is that of the loss, never another's."""
+        if not isinstance(data, dict):
+            return data
+        loss = data.get("policy_loss")
+        bands = {"ppo": {"eps_low": 0.2, "eps_high": 0.2}, "tis": {"eps_high": 1.0}}
+        return {**bands.get(loss if isinstance(loss, str) else "", {}), **data}
 
     @property
     def has_critic(self) -> bool:
