@@ -278,11 +278,12 @@ def broker(
     ],
     overrides: Overrides = None,
     overwrite: Overwrite = False,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the run of RUN.toml, if it has begun")] = False,
 ) -> None:
     """Serve a run to learner and generators that are started elsewhere, to its end."""
     from sao.runtime import hosts
 
-    raise typer.Exit(hosts.broker(target, overrides or [], overwrite=overwrite))
+    raise typer.Exit(hosts.broker(target, overrides or [], overwrite=overwrite, resume=resume))
 
 
 @app.command()

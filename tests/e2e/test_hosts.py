@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -144,6 +145,60 @@ def test_a_learner_that_is_asked_to_leave_ends_its_step_and_saves(by_hand: ByHan
     steps = by_hand.records("step")
     assert [step["step"] for step in steps] == list(range(1, len(steps) + 1)), by_hand.everything()
     assert all(closes(step) for step in steps) and by_hand.leftovers() == []
+
+
+def test_a_killed_learner_comes_back_and_what_it_lost_is_made_again(by_hand: ByHand) -> None:
+    """The same commands again are all that it takes; they begin the run, too."""
+
+    def learner() -> None:
+        by_hand.learner("--resume", folder="at-broker/r")
+
+    by_hand.broker("run.steps=14", "learner.save_every_steps=4", "--resume")
+    learner()
+    by_hand.generator()
+    by_hand.until_step(6)
+    by_hand.processes["learner"].kill()
+    by_hand.processes["learner"].wait()
+    learner()
+    assert by_hand.processes["g0"].wait(60) == 1, by_hand.everything()  # it has weights that were taken back
+    by_hand.generator()
+    assert by_hand.wait() == {"broker": 0, "learner": 0, "g0": 0}, by_hand.everything()
+    (resumed,) = by_hand.records("resume")
+    assert resumed["step"] % 4 == 0 and resumed["lost_steps"] > 0, resumed
+    made = [step["step"] for step in by_hand.records("step")]
+    assert made[-1] == 14 and made.count(resumed["step"] + 1) == 2
+    last = by_hand.records("step")[-1]
+    assert closes(last) and last["broker/trained"] == 14 * 8
+    assert last["broker/tokens_dropped/rewound"] > 0 and by_hand.leftovers() == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_whoever_is_killed_recovers_by_its_own_command(by_hand: ByHand) -> None:
+    """As under a scheduler, or a loop of the shell: each is started again with the command that began it."""
+    commands = {
+        "broker": lambda: by_hand.broker("run.steps=16", "learner.save_every_steps=2", "--resume"),
+        "learner": lambda: by_hand.learner("--resume", folder="at-broker/r"),
+        "g0": by_hand.generator,
+    }
+    for start in commands.values():
+        start()
+    to_kill, deadline = deque(["g0", "learner", "broker", "learner", "broker"]), time.monotonic() + 200
+    furthest = 0
+    while any(process.poll() != 0 for process in by_hand.processes.values()):
+        assert time.monotonic() < deadline, by_hand.everything()
+        by_hand.watch()
+        for name, start in commands.items():
+            if by_hand.processes[name].poll() not in (None, 0):
+                start()
+        made = max((step["step"] for step in by_hand.records("step")), default=0)
+        if to_kill and made > furthest + 1:
+            furthest = made
+            by_hand.processes[to_kill.popleft()].kill()
+        time.sleep(0.1)
+    last = by_hand.records("step")[-1]
+    assert not to_kill and last["step"] == 16, by_hand.everything()
+    assert closes(last) and last["broker/trained"] == 16 * 8 and by_hand.leftovers() == []
 
 
 def _words(process: psutil.Process) -> list[str]:

@@ -18,7 +18,7 @@ from sao.errors import ClosedError, LedgerError, TransportError, WireError
 from sao.transport import messages as m
 from sao.transport.actor import LATER, Actor
 from sao.transport.keys import server_keys
-from sao.transport.mailbox import GOODBYE, Peer, Request
+from sao.transport.mailbox import GOODBYE, NotYet, Peer, Request
 from sao.transport.sockets import Limits
 
 log = logging.getLogger(__name__)
@@ -198,6 +198,7 @@ class Server:
         if peer.role == "learner":
             if others := [other for other in self._of("learner") if other is not peer]:
                 raise TransportError(f"learner {others[0].name} is here already: a run has one learner")
+            self._wait_for_return(peer.hello)
             self.broker.learner_joined(peer.hello)
         elif peer.role == "generator":
             self.broker.scheduler.joined(peer.name)
@@ -205,6 +206,17 @@ class Server:
         self.actor.call(lambda: self._joined(peer))  # after the welcome has been sent
         versions = self.broker.versions
         return m.Welcome(versions.current, versions.weights, self.broker.run.step)
+
+    def _wait_for_return(self, hello: m.Hello) -> None:
+        """Raises `NotYet` for a learner that lost steps: only a broker that is started anew can take them back, which
+        is the supervisor's to do.
+        """
+        now, step = self.broker.run.step, hello.step
+        other = not hello.session or hello.session != self.broker.leases.session
+        if step is not None and step < now and other and self._of("supervisor"):
+            version = 0 if hello.weights is None else hello.weights.version
+            self._push("supervisor", "", m.LearnerBehind(step, version, now - step))
+            raise NotYet
 
     def _joined(self, peer: Peer) -> None:
         done, now = self.broker.run.done, time.monotonic()

@@ -1,5 +1,7 @@
 """`python -m sao.learner`: one rank of the learner, started by the supervisor or by torchrun."""
 
+from __future__ import annotations
+
 import argparse
 import logging
 import os
@@ -10,22 +12,33 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from sao.config import load
 from sao.errors import ConfigError, Error
 from sao.storage import checkpoints
 from sao.storage.failpoints import failpoint
 from sao.storage.parent_death import heeded
-from sao.transport.client import Client
+from sao.transport.client import Callbacks, Client
 from sao.transport.keys import LEARNER, client_keys, server_keys
-from sao.transport.messages import WorkerError
+from sao.transport.messages import Hello, WorkerError
 from sao.transport.sockets import Limits
 from sao.transport.weight_bus import WeightsServer
+
+if TYPE_CHECKING:
+    from sao.learner.step import Learner
 
 DONE, FAILED, BAD_CONFIG = 0, 1, 2
 _CONNECT_S = 60.0
 
 log = logging.getLogger("sao.learner")
+
+
+def _where(learner: Learner, hello: Hello) -> Hello:
+    """The greeting of now: a broker that knows nothing of this process any more must not take it for its beginning."""
+    return structs.replace(hello, step=learner.steps, weights=learner.published or hello.weights)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,6 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what learner.deterministic needs on GPUs
     asked = _asked_by_signals()
     client: Client | None = None
+    learner: Learner | None = None
     server: WeightsServer | None = None
     joined = False
     try:
@@ -61,7 +75,8 @@ def main(argv: list[str] | None = None) -> int:
         transport, limits = config.transport, Limits.of(config.transport)
         if world.rank == 0 and not arguments.replay:
             keys = client_keys(transport.keys, arguments.endpoint, "learner", "learner")
-            client = Client(arguments.endpoint, role="learner", name="learner", limits=limits, keys=keys)
+            calls = Callbacks(greet=lambda hello: hello if learner is None else _where(learner, hello))
+            client = Client(arguments.endpoint, role="learner", name="learner", limits=limits, keys=keys, calls=calls)
         learner = Learner(config, world, None if arguments.replay else arguments.weights_folder)
         trained, weights = None, None
         if client is not None and transport.weights_bind is not None:

@@ -91,6 +91,7 @@ class Learner:
         self._vocabulary = min(model.vocabulary for model in models)
         self._linear_cost = linear_cost(models[-1])
         self.baseline_state: dict[str, Any] = {"all": [], "tasks": []}  # of an estimator without a critic
+        self.published: WeightsRef | None = None  # the newest version, where it was announced
         self.version = self.steps = self.critic_steps = self.skipped_total = self._skipped_in_a_row = 0
 
     @property
@@ -188,7 +189,8 @@ class Learner:
         if self.weights_folder is None:
             return None
         patience_s = self.config.run.disk_patience_s
-        return self.announce(publish(tensors, self.weights_folder, self.version, patience_s=patience_s))
+        self.published = self.announce(publish(tensors, self.weights_folder, self.version, patience_s=patience_s))
+        return self.published
 
     def _end(self, work: Work, kept: int, weights: WeightsRef | None, skipped: str | None) -> StepResult:
         metrics, sampled = work.metrics, work.batch.sampled_tokens

@@ -51,20 +51,22 @@ class Host(NamedTuple):
     overrides: Sequence[str] = ()
 
 
-def broker(target: Path, overrides: Sequence[str] = (), *, overwrite: bool = False) -> int:
+def broker(target: Path, overrides: Sequence[str] = (), *, overwrite: bool = False, resume: bool = False) -> int:
     """Serves a run to actors that join from elsewhere, to its end; returns the exit code, as `train` does.
 
-    `target`: a run file begins a run, a run folder goes on with the one in it. Raises `ConfigError`.
+    `target`: a run file begins a run, a run folder goes on with the one in it. `resume`: a run file goes on with its
+    run, if it has begun. Raises `ConfigError`.
     """
-    resume = target.is_dir()
-    if resume and overwrite:
-        raise ConfigError(f"--overwrite: {target} is a run folder, and that run goes on")
-    if resume:  # wherever the folder is now
+    if overwrite and (resume or target.is_dir()):
+        raise ConfigError(f"--overwrite: the run of {target} goes on")
+    if target.is_dir():  # wherever the folder is now
+        resume = True
         there = target.resolve()
         here = [toml_override("run.dir", str(there.parent)), toml_override("run.name", there.name)]
         config = configuration.load(target / "config.json", [*here, *overrides])
     else:
         config = configuration.load(target, overrides)
+        resume = resume and (config.folder / "config.json").is_file()
     if config.transport.bind == "ipc":
         raise ConfigError("transport.bind: 'ipc' reaches this host only; set it to tcp://HOST:PORT for `sao broker`")
     return train.train(config, overwrite=overwrite, resume=resume, alone=True)

@@ -1,7 +1,8 @@
 """The commands of a run: which processes are started, with which arguments and thread counts."""
 
+import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -49,7 +50,10 @@ def broker(config: Config, places: Places) -> Command:
     resume: tuple[Any, ...] = ()
     if places.resume_step is not None:
         resume = ("--resume-step", places.resume_step, "--line", places.number(places.returns))
-    return _command(places, "broker", "broker", 1, resume)
+    command = _command(places, "broker", "broker", 1, resume)
+    # A broker that is asked to end tells the others that the run is over. Those that started elsewhere wait for the
+    # next one instead, when its supervisor has been killed.
+    return replace(command, orphaned=signal.SIGKILL) if places.alone else command
 
 
 def generator(config: Config, places: Places, index: int, incarnation: int, name: str = "") -> Command:

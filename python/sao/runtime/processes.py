@@ -31,6 +31,7 @@ class Command:
     argv: tuple[str, ...]
     environment: dict[str, str]
     handles: tuple[int, ...] = ()  # open files that it inherits
+    orphaned: signal.Signals = signal.SIGTERM  # what it gets when we end
 
 
 class Child(subprocess.Popen[bytes]):
@@ -43,7 +44,7 @@ class Child(subprocess.Popen[bytes]):
             if output and not isinstance(output, int):
                 self._log_start_bytes = output.tell()
             super().__init__(
-                under_parent(command.argv),
+                under_parent(command.argv, command.orphaned),
                 env=os.environ | command.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -212,6 +212,8 @@ class Supervisor:
             self._waiting_since, self._stall_s = time.monotonic(), STALL_S
             self._restarts.step(message.step)
             self._report("step", {"step": message.step, **message.metrics})
+        elif isinstance(message, messages.LearnerBehind):
+            self._on_learner_behind(message)
         elif isinstance(message, messages.Done):
             self._finish(EXIT_FAILED if message.failed else EXIT_DONE, message.reason)
         elif isinstance(message, messages.EvalReport | messages.Event):
@@ -330,6 +332,24 @@ class Supervisor:
             self._launch(launch.learner(self._config, self._places, rank))
         for index in range(self._config.generator.count) if lost else ():
             self._launch_generator_again(index)
+
+    def _on_learner_behind(self, message: messages.LearnerBehind) -> None:
+        """Has the broker take back what a learner that was started by hand has lost."""
+        behind = (
+            f"the learner goes on after step {message.step}, the run after step {message.step + message.lost_steps}"
+        )
+        if message.step >= max(self.last_step, self._places.resume_step or 0):
+            return  # said before, by a broker that is gone
+        if not self._places.alone or not self._restarts.permit("learner"):
+            self._finish(EXIT_FAILED, behind)
+            return
+        self._warn(f"{behind}: {message.lost_steps} steps are lost and trained again")
+        self._remove("broker")
+        self._places = replace(self._places, resume_step=message.step, returns=self._places.returns + 1)
+        self.last_step = message.step
+        self._waiting_since, self._stall_s = time.monotonic(), STALL_S
+        self._report("resume", {name: getattr(message, name) for name in ("step", "version", "lost_steps")})
+        self._launch(launch.broker(self._config, self._places))
 
     def _remove(self, *roles: str) -> None:
         """Kills the actors of these roles, which are to begin anew, with all that they started."""

@@ -80,6 +80,10 @@ class Request(Generic[M]):
         return self.peer.identity, self.seq
 
 
+class NotYet(Exception):
+    """Raised by `on_join`: the peer gets no answer, and will greet again on its next connection."""
+
+
 class Mailbox:
     """`on_join(peer)` returns what a new peer is welcomed with, or raises to refuse it; `on_leave(peer, reason)` is
     called once when a joined peer leaves, is fenced by a newer incarnation, is unreachable, or is silent for
@@ -279,6 +283,8 @@ class Mailbox:
         self.peers[identity] = peer
         try:
             self._welcome(peer, self._on_join(peer))
+        except NotYet:
+            del self.peers[identity]
         except Error as error:
             peer.gone = True
             del self.peers[identity]

@@ -333,6 +333,14 @@ class StepReport(Message):
     metrics: Metrics
 
 
+class LearnerBehind(Message):
+    """The learner is back and goes on after `step`, with weights of `version`: the steps after it are lost with it."""
+
+    step: Count
+    version: Count
+    lost_steps: Count
+
+
 class EvalReport(Message):
     """The result of a held-out round. `versions_used`: the lowest and highest policy version of its episodes."""
 
