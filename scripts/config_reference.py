@@ -25,6 +25,10 @@ or a combination that makes no sense ends `sao train` with exit code 2 and a lis
 On the command line `section.key=value` overrides the file; values are written as in TOML, bare words are strings.
 `sao train RUN.toml --dry-run` prints the resolved configuration; a run keeps it in its folder as `config.json`.
 
+*from* is the place in a paper where a default stands: SAO is arXiv 2607.07508, CompactionRL 2607.05378. Where it is
+empty, the default is ours; so are all that grow with the model (context, response, rows), which are small here. The
+settings of the papers as published are in [examples/paper](../../examples/paper).
+
 This page is written by `scripts/config_reference.py` from `python/sao/config/sections.py`.
 """
 
@@ -43,12 +47,13 @@ def page() -> str:
         model = section.annotation
         assert model is not None
         parts.append(f"\n## `[{name}]`\n\n{(model.__doc__ or '').strip()}\n")
-        parts.append("| key | type | default | range | meaning |\n| --- | --- | --- | --- | --- |")
+        parts.append("| key | type | default | from | range | meaning |\n| --- | --- | --- | --- | --- | --- |")
         for key, field in model.model_fields.items():
             cells = [
                 f"`{key}`",
                 _type(field.annotation),
                 _default(field),
+                _paper(field),
                 _range(field.metadata),
                 field.description or "",
             ]
@@ -82,6 +87,10 @@ def _default(field: FieldInfo) -> str:
     if value is PydanticUndefined:
         return "required"
     return "none" if value is None else f"`{_toml(value)}`"
+
+
+def _paper(field: FieldInfo) -> str:
+    return str(field.json_schema_extra["paper"]) if isinstance(field.json_schema_extra, dict) else ""
 
 
 def _toml(value: Any) -> str:

@@ -43,7 +43,11 @@ class TestProgress:
         assert (number, explained) == (6, pytest.approx(0.6))
         assert reason == "explained variance 0.600 reached value_pretraining.target = 0.5"
 
-    def test_it_stops_on_a_plateau(self):
+    def test_fifty_batches_are_fifty(self):
+        """A critic that stands still for long may still learn; by default nothing but a target ends it earlier."""
+        assert stops([0.1] * 60)[:2] == (50, "50 batches done")
+
+    def test_it_stops_on_a_plateau_if_asked(self):
         rising = [0.1, 0.2, 0.3, 0.3, 0.305, 0.309, 0.3]
         number, reason, _ = stops(rising, window=1, patience=4, min_gain=0.01)
         assert number == 7 and reason == "explained variance 0.300 has not gained 0.01 in 4 batches"
@@ -144,3 +148,19 @@ def test_a_run_that_is_stopped_keeps_what_there_is(tiny_model, tmp_path):
     broker = Broker((random_batch(0, 4), 0), "stop")
     assert pretrain(Learner(config), broker, tmp_path) == STOPPED
     assert json.loads((tmp_path / "critic" / "pretraining.json").read_text())["batches"] == 1
+
+
+@pytest.mark.parametrize("more", [{}, {"algorithm__bootstrap_truncated": True}, {"algorithm__lambda_critic": 1.0}])
+def test_explained_variance_is_of_the_returns_whatever_lambda_critic_is(tiny_model, more):
+    """Targets at lambda 0.3 follow the critic, however wrong it is about the rewards: they would look explained."""
+    config = make_config(tiny_model, **{"algorithm__lambda_critic": 0.3, "learner__critic_lr": 0.1} | more)
+    learner = Learner(config)
+    for seed in range(3):
+        learner.step(random_batch(seed, 12))
+    batch = random_batch(7, 12)
+    result, update = learner.step(batch), learner.critic_update
+    rewards = np.array([trajectory.reward for trajectory in batch for _ in range(trajectory.n_actions)])
+    assert update.moments[1:3].tolist() == pytest.approx([rewards.sum(), (rewards**2).sum()])
+    count, _, _, error, squares = update.moments.tolist()
+    expected = 1 - (squares / count - (error / count) ** 2) / rewards.var()
+    assert result.metrics["critic/explained_variance"] == pytest.approx(expected)

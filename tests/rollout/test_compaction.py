@@ -241,6 +241,13 @@ def test_with_clipping_what_cannot_be_cut_enough_is_rolled_back(tiny_model: Path
     assert (facts["rolled_back_steps"], facts["compactions"], facts["clipped_observations"]) == (1, 1, 0)
 
 
+def test_a_permitted_small_threshold_cuts_no_observation(tiny_model: Path, tmp_path: Path) -> None:
+    config = configured(tiny_model, tmp_path, context=64, small_threshold=True, threshold_tokens=20)
+    trajectory = compacted(config, Talk([30, 1]), Speaker([turn(20), turn(21)], [turn(30)]))
+    facts = trajectory.metadata
+    assert (facts["rolled_back_steps"], facts["compactions"], facts["clipped_observations"]) == (1, 1, 0)
+
+
 @pytest.mark.parametrize("limit", range(12, 30))
 def test_the_longest_text_is_cut_first_and_from_its_end(tiny_model: Path, limit: int) -> None:
     """Two tool results in one observation; their markup is never cut."""
@@ -364,12 +371,13 @@ def test_a_missing_text_is_named(tmp_path: Path) -> None:
 
 
 def test_a_threshold_that_cannot_hold_a_turn_and_a_summary_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    """The length of the request is known only with the tokenizer; 32 is enough, 31 is not, unless clipping is on."""
+    """The length of the request is known only with the tokenizer; 32 is enough, 31 is not, unless it is permitted."""
     renderer = Renderer(tiny_model)
     assert Compactor(configured(tiny_model, tmp_path, threshold_tokens=32), renderer).threshold_tokens == 32
-    with pytest.raises(ConfigError, match=r"31 must be at least 32: .*request.*= 8 .*compaction.clip"):
+    with pytest.raises(ConfigError, match=r"31 must be at least 32: .*request.*= 8 .*compaction.small_threshold"):
         Compactor(configured(tiny_model, tmp_path, threshold_tokens=31), renderer)
-    assert Compactor(configured(tiny_model, tmp_path, threshold_tokens=31, clip=True), renderer)
+    for permission in ("clip", "small_threshold"):
+        assert Compactor(configured(tiny_model, tmp_path, threshold_tokens=31, **{permission: True}), renderer)
     with pytest.raises(ConfigError, match=r"32 .* must be below sampling.context_tokens = 31"):
         Compactor(configured(tiny_model, tmp_path, context=31), renderer)
 

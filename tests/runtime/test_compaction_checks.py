@@ -70,7 +70,11 @@ def test_preflight_counts_the_request_with_the_tokenizer(tiny_model: Path, tmp_p
 
 def test_preflight_names_texts_and_summariser(run_file: Path, tmp_path: Path) -> None:
     (tmp_path / "resume.txt").write_text("no place for it")
-    overrides = ["compaction.enabled=true", "sampling.context_tokens=4000", f"compaction.summariser='{tmp_path}/gone'"]
+    overrides = [
+        "compaction.enabled=true",
+        "compaction.max_summary_tokens=99",
+        f"compaction.summariser='{tmp_path}/gone'",
+    ]
     found = faults(run_file, *overrides, f"compaction.resume_file='{tmp_path}/resume.txt'")
     assert found[0] == f"compaction.summariser: {tmp_path}/gone is not a folder"
     assert found[1] == f"compaction.resume_file: {tmp_path}/resume.txt must hold {{summary}} once"

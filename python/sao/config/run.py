@@ -1,8 +1,8 @@
 """The whole configuration of a run: what its sections may be together, and how it is read and written.
 
 A file is TOML; the resolved configuration, which every actor reads, is JSON. An unknown key, a value out of range or a
-combination that makes no sense is refused before anything starts, and all faults are listed at once. Defaults are the
-values of the papers (SAO arXiv 2607.07508, CompactionRL arXiv 2607.05378) where they give one.
+combination that makes no sense is refused before anything starts, and all faults are listed at once. Defaults that are
+values of the papers (SAO arXiv 2607.07508, CompactionRL arXiv 2607.05378) say where they are from; the others are ours.
 """
 
 import copy
@@ -135,11 +135,11 @@ class Config(sections.Section):
         }
         needed, faults = sum(caps.values()), []
         threshold = compaction.threshold_tokens or needed
-        if threshold < needed and not compaction.clip:
+        if threshold < needed and not (compaction.small_threshold or compaction.clip):
             parts = " + ".join(f"{name} = {value}" for name, value in caps.items())
             faults.append(
                 f"compaction.threshold_tokens: {threshold} must be at least {needed}: {parts}; or one turn can leave no"
-                " room for the summary; set compaction.clip = true to permit it"
+                " room for the summary; set compaction.small_threshold = true to permit it"
             )
         if threshold >= context:
             source = "" if compaction.threshold_tokens else " (from the caps)"

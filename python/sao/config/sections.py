@@ -37,9 +37,10 @@ def _expanded(path: str) -> str:
 FilePath = Annotated[str, AfterValidator(_expanded)]
 
 
-def key(default: Any, description: str, **limits: Any) -> Any:
-    """A key with its default, the meaning that pages and errors give, and limits beyond those of its type."""
-    return Field(default, description=description, **limits)
+def key(default: Any, description: str, *, paper: str = "", **limits: Any) -> Any:
+    """A key with its default, the meaning that pages and errors give, the place in a paper if the default is from
+    there (else it is ours), and limits beyond those of its type."""
+    return Field(default, description=description, json_schema_extra={"paper": paper}, **limits)
 
 
 def refuse(faults: list[str]) -> None:
@@ -144,32 +145,49 @@ class AlgorithmSection(Section):
         "sao",
         "advantages: sao, vapo: GAE with a critic; grpo: of the group; running_mean, prompt_mean: reward minus the mean"
         " of the last rewards, of all tasks or of the same task",
+        paper="SAO, 3.2",
     )
-    group_size: Count = key(1, "rollouts of the same task, trained together; sao: 1, grpo: 2 or more")
+    group_size: Count = key(1, "rollouts of the same task, trained together; sao: 1, grpo: 2 or more", paper="SAO, 4.1")
     policy_loss: Literal["dis", "ppo", "tis"] = key(
-        "dis", "dis: out-of-band tokens get weight 0; ppo: clip; tis: weights cut at the upper edge"
+        "dis", "dis: out-of-band tokens get weight 0; ppo: clip; tis: weights cut at the upper edge", paper="SAO, 3.1"
     )
     old_logprobs: Literal["rollout", "recomputed"] = key(
-        "rollout", "denominator of the ratio: as the engine logged, or (ppo) computed at the step's start"
+        "rollout",
+        "denominator of the ratio: as the engine logged, or (ppo) computed at the step's start",
+        paper="SAO, 3.1",
     )
     eps_low: float = key(
-        0.3, "lower band edge is 1 - eps_low (dis: strict; tis: unused); default: ppo 0.2, else 0.3", gt=0, lt=1
+        0.3,
+        "lower band edge is 1 - eps_low (dis: strict; tis: unused); default: ppo 0.2, else 0.3",
+        gt=0,
+        lt=1,
+        paper="SAO, 4.1, mathematics",
     )
-    eps_high: Positive = key(5.0, "upper band edge is 1 + eps_high (dis: strict); default: dis 5.0, ppo 0.2, tis 1.0")
+    eps_high: Positive = key(
+        5.0,
+        "upper band edge is 1 + eps_high (dis: strict); default: dis 5.0, ppo 0.2, tis 1.0",
+        paper="SAO, 4.1, mathematics",
+    )
     positive_weight: float = key(0.0, "vapo: weight of the log-likelihood loss on successful rollouts", ge=0)
-    baseline_window: Count = key(128, "running_mean: last rewards that make the mean")
-    prompt_window: Count = key(8, "prompt_mean: last rewards of the same task that make the mean")
+    baseline_window: Count = key(128, "running_mean: last rewards that make the mean", paper="SAO, 4.5")
+    prompt_window: Count = key(8, "prompt_mean: last rewards of the same task that make the mean", paper="SAO, 4.3")
     denominator: Literal["all", "kept", "trajectory", "segment"] = key(
-        "all", "policy loss mean over all action tokens, tokens in the band, per-trajectory or per-segment means"
+        "all",
+        "policy loss mean over all action tokens, tokens in the band, per-trajectory or per-segment means",
+        paper="CompactionRL, eq. 12",
     )
     gamma: float = key(1.0, "discount per action token", gt=0, le=1)
     lambda_policy: Annotated[float, Field(ge=0, le=1)] | Literal["adaptive"] = key(
-        "adaptive", "GAE lambda of the policy: a number in [0, 1], or 1 - 1/(lambda_alpha * action tokens)"
+        "adaptive",
+        "GAE lambda of the policy: a number in [0, 1], or 1 - 1/(lambda_alpha * action tokens)",
+        paper="SAO, 4.1",
     )
-    lambda_alpha: Positive = key(1.5, "alpha of the length-adaptive lambda_policy")
-    lambda_critic: float = key(1.0, "GAE lambda of the critic's targets", ge=0, le=1)
-    skip_observations: bool = key(True, "GAE over action tokens only; off: every position is a step")
-    cross_segment: Literal["paper", "chained", "none"] = key("paper", "credit across compactions")
+    lambda_alpha: Positive = key(1.5, "alpha of the length-adaptive lambda_policy", paper="SAO, 4.1")
+    lambda_critic: float = key(1.0, "GAE lambda of the critic's targets", ge=0, le=1, paper="SAO, 4.1")
+    skip_observations: bool = key(True, "GAE over action tokens only; off: every position is a step", paper="SAO, 3.2")
+    cross_segment: Literal["paper", "chained", "none"] = key(
+        "paper", "credit across compactions", paper="CompactionRL, eq. 14"
+    )
     advantage_values: Literal["before", "after"] = key("before", "critic values of before or after this step's passes")
     whiten_advantages: bool = key(False, "zero mean and unit variance over the step's action tokens")
     bootstrap_truncated: bool = key(False, "value of the last state instead of 0 at a truncation")
@@ -200,15 +218,35 @@ class CompactionSection(Section):
         " observation, the summary request and a summary have at most: nothing is ever cut",
         ge=1,
     )
-    max_compactions: Count = key(3, "per rollout; when another is due the rollout is truncated")
-    keep_steps: Natural = key(2, "k: newest steps carried over word for word, fewer if they do not fit")
-    max_summary_tokens: Count = key(512, "sampled tokens of a summary at most")
+    max_compactions: Count = key(
+        3, "per rollout; when another is due the rollout is truncated", paper="CompactionRL, 5.1"
+    )
+    keep_steps: Natural = key(
+        2, "k: newest steps carried over word for word, fewer if they do not fit", paper="CompactionRL, eq. 9"
+    )
+    max_summary_tokens: Count = key(4096, "sampled tokens of a summary at most (the paper's have 2100 to 2400)")
     observation_cap_tokens: Count = key(512, "tokens of an observation at most, chat markup included")
+    small_threshold: bool = key(
+        False,
+        "permit a threshold_tokens below that; where the summary then has no room, the newest steps are rolled back",
+    )
     clip: bool = key(False, "cut an observation that is longer than its cap or leaves no room for the summary request")
-    keep_task_prompt: bool = key(False, "repeat the task's messages after a compaction; off (paper): the system prompt")
-    merge_summary: bool = key(False, "summary in one row with the steps before it; off (paper): a row of its own")
-    train_summaries: bool = key(True, "off: no summary rows in losses, advantages and the distance to the end")
-    summariser: FilePath | None = key(None, "model of a fixed summariser, same tokenizer; default: the policy itself")
+    keep_task_prompt: bool = key(
+        False,
+        "repeat the task's messages after a compaction; off (paper): the system prompt",
+        paper="CompactionRL, eq. 9",
+    )
+    merge_summary: bool = key(
+        False,
+        "summary in one row with the steps before it; off (paper): a row of its own",
+        paper="CompactionRL, eq. 10",
+    )
+    train_summaries: bool = key(
+        True, "off: no summary rows in losses, advantages and the distance to the end", paper="CompactionRL, eq. 10"
+    )
+    summariser: FilePath | None = key(
+        None, "model of a fixed summariser, same tokenizer; default: the policy itself", paper="CompactionRL, eq. 8"
+    )
     prompt: Literal["summary_v1"] = key("summary_v1", "shipped template of the summary request")
     prompt_file: FilePath | None = key(None, "own text of the summary request instead")
     resume: Literal["resume_v1"] = key("resume_v1", "shipped template of the message after a compaction")
@@ -220,11 +258,11 @@ class LearnerSection(Section):
 
     ranks: Count = key(1, "torchrun processes")
     threads: Count = key(1, "CPU threads per rank")
-    batch_trajectories: Count = key(128, "trajectories per optimizer step")
+    batch_trajectories: Count = key(128, "trajectories per optimizer step", paper="both, 4.1 and 5.1")
     row_tokens: int = key(4096, "longest row of segments, tokens", ge=8)
     rows_per_micro_batch: Count = key(8, "rows of that length per forward pass")
-    policy_lr: float = key(1e-6, "peak learning rate of the policy (AdamW)", ge=0)
-    critic_lr: float = key(5e-6, "peak learning rate of the critic (AdamW)", ge=0)
+    policy_lr: float = key(1e-6, "peak learning rate of the policy (AdamW)", ge=0, paper="SAO, 4.1")
+    critic_lr: float = key(5e-6, "peak learning rate of the critic (AdamW)", ge=0, paper="SAO, 4.1")
     policy_lr_warmup_steps: Natural = key(0, "linear warm-up of the policy's rate, steps that update the policy")
     critic_lr_warmup_steps: Natural = key(0, "linear warm-up of the critic's rate, steps that update the critic")
     lr_decay: Literal["constant", "linear"] = key("constant", "linear: to 0 at run.steps")
@@ -232,12 +270,16 @@ class LearnerSection(Section):
     betas: tuple[Beta, Beta] = key((0.9, 0.95), "Adam's betas, each in [0, 1)", strict=False)
     grad_clip: Positive = key(1.0, "largest gradient norm, policy and critic each")
     policy_passes: Count = key(1, "policy updates per batch; more than 1 only with policy_loss = ppo")
-    critic_passes: Count = key(2, "K: critic updates per policy update")
-    critic_warmup_steps: Natural = key(10, "first steps in which only the critic is updated")
-    critic_frozen: Literal["attention", "none"] = key("attention", "parameters of the critic that stay")
+    critic_passes: Count = key(2, "K: critic updates per policy update", paper="both, 4.1 and 5.1")
+    critic_warmup_steps: Natural = key(10, "first steps in which only the critic is updated", paper="SAO, 4.1")
+    critic_frozen: Literal["attention", "none"] = key(
+        "attention", "parameters of the critic that stay", paper="SAO, 3.2"
+    )
     critic_path: FilePath | None = key(None, "critic to start from; default: the policy with a zero head")
     value_loss: Literal["mse", "clipped"] = key(
-        "mse", "clipped: the larger of the squared errors of V and of V within value_clip of its old value"
+        "mse",
+        "clipped: the larger of the squared errors of V and of V within value_clip of its old value",
+        paper="SAO, 2",
     )
     value_clip: Positive = key(0.2, "clipped: distance from V at the start of the step")
     logprob_chunk_tokens: Count = key(1024, "action tokens whose logits exist at once, also backward")
@@ -268,10 +310,10 @@ class ValuePretrainingSection(Section):
     not been trained on yet, over the last `window` of them.
     """
 
-    steps: Count = key(50, "batches at most")
+    steps: Count = key(50, "batches at most", paper="CompactionRL, 5.1")
     target: float | None = key(None, "stop when the explained variance reaches this", gt=0, lt=1)
     window: Count = key(5, "batches over which the explained variance is measured")
-    patience: Count = key(10, "stop after this many batches without a gain of `min_gain`")
+    patience: int | None = key(None, "stop after this many batches without a gain of `min_gain`; default: go on", ge=1)
     min_gain: float = key(0.01, "smallest gain of explained variance that counts", ge=0)
 
 
@@ -282,6 +324,7 @@ class StalenessSection(Section):
     stale: Literal["keep", "mask", "drop"] = key(
         "keep",
         "tokens beyond max_lag: keep: DIS alone decides (as SAO); mask: no policy loss; drop: nor the rollout",
+        paper="SAO, 3.1",
     )
     order: Literal["completion", "window"] = key(
         "completion", "completion: trained as they finish; window: in task order, no token exceeds max_lag"

@@ -52,7 +52,9 @@ class CriticUpdate:
                 values = seen
                 advantages, _, lambdas = self._estimate(work, values, None)
         mask = torch.from_numpy(batch.action_mask)
-        self.moments = value_moments(values=torch.from_numpy(values), returns=torch.from_numpy(targets), mask=mask)
+        # Below 1 the targets hold values themselves: what a critic explains of them says nothing about rewards.
+        gains = targets if returns else self._returns(work)
+        self.moments = value_moments(values=torch.from_numpy(values), returns=torch.from_numpy(gains), mask=mask)
         work.metrics["critic/value_mean"] = float(values[batch.action_mask].astype(np.float64).mean())
         if (explained := explained_variance(self.moments)) is not None:
             work.metrics["critic/explained_variance"] = explained
@@ -106,8 +108,12 @@ class CriticUpdate:
             bootstrap = np.where(batch.truncated, found[ends], np.float32(0.0))
         return found[:-1], bootstrap
 
+    def _returns(self, work: Work) -> Floats:
+        """The rewards to come of every token, float32[N], without any value in them."""
+        return self._estimate(work, np.zeros(len(work.batch.token_ids), dtype=np.float32), None, lambda_critic=1.0)[1]
+
     def _estimate(
-        self, work: Work, values: Floats, bootstrap: Floats | None
+        self, work: Work, values: Floats, bootstrap: Floats | None, lambda_critic: float | None = None
     ) -> tuple[Floats, Floats, NDArray[np.float64]]:
         """Advantages, targets (float32[N]) and lambdas (float64[T]) from the native kernel, equal on all ranks."""
         algorithm, batch = self.config.algorithm, work.batch
@@ -118,7 +124,7 @@ class CriticUpdate:
                 gamma=algorithm.gamma,
                 lambda_policy=None if isinstance(algorithm.lambda_policy, str) else algorithm.lambda_policy,
                 lambda_alpha=algorithm.lambda_alpha,
-                lambda_critic=algorithm.lambda_critic,
+                lambda_critic=algorithm.lambda_critic if lambda_critic is None else lambda_critic,
                 cross_segment=algorithm.cross_segment,
                 skip_observations=algorithm.skip_observations,
                 bootstrap=bootstrap,

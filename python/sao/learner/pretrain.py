@@ -49,7 +49,7 @@ class Progress:
                 return f"explained variance {value:.3f} reached value_pretraining.target = {settings.target:g}"
             if value > self._best + settings.min_gain:
                 self._best, self._best_at = value, self._batches
-            elif self._batches - self._best_at >= settings.patience:
+            elif settings.patience is not None and self._batches - self._best_at >= settings.patience:
                 gain = f"has not gained {settings.min_gain:g} in {settings.patience} batches"
                 return f"explained variance {value:.3f} {gain}"
         return f"{self._batches} batches done" if self._batches >= settings.steps else None
