@@ -12,7 +12,7 @@ BIN    := $(VENV)/bin
 EXTRAS := train envs agents tracking dev
 MODEL  := runs/quickstart-model
 ARGS   ?=
-WORKERS ?= 2
+WORKERS ?= 3
 
 RUST_SOURCES := $(shell find rust -name '*.rs' -o -name Cargo.toml 2>/dev/null) Cargo.toml Cargo.lock
 

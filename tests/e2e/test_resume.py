@@ -92,6 +92,7 @@ def test_a_step_is_replayed_to_the_bit_and_what_is_missing_is_said(resumed):
     assert cut.returncode == 2 and "a checkpoint of step 5, or an earlier one and the records" in cut.stderr
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_the_same_is_said_to_differ(resumed, tmp_path):
     from sao.telemetry.recording import read_step, write_step
 
@@ -106,6 +107,7 @@ def test_a_step_that_is_not_the_same_is_said_to_differ(resumed, tmp_path):
     assert found.returncode == 1 and "step 8: loss/policy: recorded" in found.stdout
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_is_said_and_training_goes_on(tmp_path, tiny_model):
     values = {"folder": str(tmp_path), "model": str(tiny_model), "seed": 3, "steps": 6, "every": 2}
     (tmp_path / "run.toml").write_text(RUN.format(**values, order="completion"))

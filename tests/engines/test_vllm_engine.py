@@ -408,6 +408,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_generator_that_is_killed(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

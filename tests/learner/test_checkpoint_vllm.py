@@ -16,7 +16,7 @@ from sao.learner.step import Learner
 from sao.storage.checkpoints import newest
 
 pytest.importorskip("vllm", reason="needs the extra `vllm`")
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(170)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(170)]
 
 
 def test_vllm_serves_a_checkpoint(tmp_path):
