@@ -86,7 +86,14 @@ def test_adapters_are_replaced_in_flight(tmp_path: Path) -> None:
                 await engine.update_weights(live.publish(6, rank=9))
             with pytest.raises(WeightsError, match="fingerprint"):
                 await engine.update_weights(WeightsRef(7, first.path, "0" * 32))
+            half = live.publish(8)
+            tensors = {name: tensor for name, tensor in factors(8).items() if ".layers.1." not in name}
+            save_file(tensors, Path(half.path) / "adapter_model.safetensors")
+            with pytest.raises(WeightsError, match="6 tensors missing"):
+                await engine.update_weights(WeightsRef(8, half.path, fingerprint(tensors)))
             assert engine.version == 5
+            after = await engine.generate(live.request(201))  # it goes on
+            assert after.version_spans[:, 2].tolist() == [5]
         finally:
             await engine.close()
         return live.check_against()

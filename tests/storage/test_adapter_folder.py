@@ -4,11 +4,15 @@ import json
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from sao.engines.vllm.lora import check_adapter
 from sao.errors import WeightsError
 from sao.storage import adapter_folder
 from sao.storage.adapter_folder import CONFIG, WEIGHTS
+from sao.transport.messages import WeightsRef
+from sao.transport.weights import fingerprint
 
 LAYERS = {f"model.layers.{n}.{name}": shape for n in (0, 1) for name, shape in {"q": (6, 8), "up": (12, 8)}.items()}
 A, B = "base_model.model.model.layers.1.up.lora_A.weight", "base_model.model.model.layers.1.up.lora_B.weight"
@@ -113,3 +117,49 @@ def test_a_malformed_one_is_refused_by_name(folder, kind):
     with pytest.raises(WeightsError, match=text) as error:
         read(folder)
     assert str(error.value).startswith("adapter of version 3: ")
+
+
+BASE = {f"{layer}.weight": shape for layer, shape in LAYERS.items()} | {
+    "model.norm.weight": (8,),
+    "head.weight": (9, 8),
+}
+
+
+def test_an_engine_takes_what_is_whole(folder):
+    ref = WeightsRef(3, str(folder), fingerprint(load_file(folder / WEIGHTS)))
+    check_adapter(ref, 2, BASE)
+    config(target_modules=["q", "up"])(folder)
+    check_adapter(ref, 8, BASE)
+    with pytest.raises(WeightsError, match=r"rank 2, expected 1 to vllm_args\.lora_rank = 1"):
+        check_adapter(ref, 1, BASE)
+    with pytest.raises(WeightsError, match="fingerprint"):
+        check_adapter(WeightsRef(3, str(folder), "0" * 32), 2, BASE)
+
+
+FITS_ANY = ("alpha",)  # an engine scales as the adapter says
+OTHERWISE = {  # what an engine says of the same faults, knowing the model and not the trainer
+    "rank of the config": "expected floats",
+    "rank absent": "rank None",
+    "rank is true": "rank True",
+    "rank_pattern": "rank_pattern",
+    "targets leave out": "4 tensors unknown",
+}
+OF_TARGETS = {
+    "target that is not there": (config(target_modules=["q", "up", "nowhere"]), "the model has no layer nowhere"),
+    "no target": (config(target_modules=[]), "expected a list"),
+    "alpha is not finite": (config(lora_alpha=float("inf")), "lora_alpha inf"),
+    "alpha is text": (config(lora_alpha="4"), "lora_alpha '4'"),
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in {**KINDS, **OF_TARGETS} if kind not in FITS_ANY])
+def test_an_engine_refuses_the_same_before_it_pauses(folder, kind):
+    config(target_modules=["q", "up"])(folder)
+    change, text = {**KINDS, **OF_TARGETS}[kind]
+    change(folder)
+    try:
+        mark = fingerprint(load_file(folder / WEIGHTS))  # as if its publisher had not noticed
+    except (OSError, SafetensorError):
+        mark = ""
+    with pytest.raises(WeightsError, match=OTHERWISE.get(kind, text)):
+        check_adapter(WeightsRef(3, str(folder), mark), 8, BASE)

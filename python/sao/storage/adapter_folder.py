@@ -55,6 +55,48 @@ def write(
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
 
 
+def describe(folder: Path, who: str) -> dict[str, Any]:
+    """The content of the adapter's configuration. Raises `WeightsError`."""
+    try:
+        described = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{who}: cannot read {folder}: {error}") from error
+    if not isinstance(described, dict):
+        raise WeightsError(f"{who}: {CONFIG} holds {type(described).__name__}, expected an object")
+    return described
+
+
+def targeted(described: Mapping[str, Any], base: Mapping[str, tuple[int, ...]], who: str) -> Layers:
+    """The layers of a model that an adapter's configuration names. base: shapes of the model's tensors by name.
+
+    Raises `WeightsError` for targets that name none.
+    """
+    targets = _targets(described)
+    if targets is None:
+        raise WeightsError(f"{who}: {_targets_fault(described)}")
+    found: Layers = {}
+    for target in targets:
+        named = {
+            name.removesuffix(".weight"): shape
+            for name, shape in base.items()
+            if len(shape) == 2 and f".{name}".endswith(f".{target}.weight")
+        }
+        if not named:
+            raise WeightsError(f"{who}: {CONFIG}: target_modules: the model has no layer {target}")
+        found |= {name: (outer, inner) for name, (outer, inner) in named.items()}
+    return found
+
+
+def _targets(described: Mapping[str, Any]) -> list[str] | None:
+    targets = described.get("target_modules")
+    is_list = isinstance(targets, list) and targets and all(isinstance(target, str) for target in targets)
+    return targets if is_list else None
+
+
+def _targets_fault(described: Mapping[str, Any]) -> str:
+    return f"{CONFIG}: target_modules = {described.get('target_modules')!r}, expected a list of names"
+
+
 def read(folder: Path, layers: Layers, *, rank: int, alpha: float, who: str) -> dict[str, torch.Tensor]:
     """The tensors of an adapter for exactly these layers, by their file names. `who` begins every error.
 
@@ -63,13 +105,11 @@ def read(folder: Path, layers: Layers, *, rank: int, alpha: float, who: str) -> 
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    described = describe(folder, who)
     try:
-        described = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         tensors = load_file(folder / WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, SafetensorError) as error:
         raise WeightsError(f"{who}: cannot read {folder}: {error}") from error
-    if not isinstance(described, dict):
-        raise WeightsError(f"{who}: {CONFIG} holds {type(described).__name__}, expected an object")
     if fault := next(_faults(described, tensors, layers, rank, alpha), None):
         raise WeightsError(f"{who}: {fault}")
     return tensors
@@ -82,9 +122,9 @@ def _faults(
         found = described.get(key, None if key in ("peft_type", "r", "lora_alpha") else expected)
         if (found or None) != (expected or None) or (isinstance(found, bool) and expected not in (found, None)):
             yield f"{CONFIG}: {key} = {found!r}, expected {expected!r}"  # empty, false and null are the same
-    targets = described.get("target_modules")
-    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        yield f"{CONFIG}: target_modules = {targets!r}, expected a list of names"
+    targets = _targets(described)
+    if targets is None:
+        yield _targets_fault(described)
         return
     ends = {"." + target for target in targets}
     untold = {layer for layer in layers if not any(f".{layer}".endswith(end) for end in ends)}

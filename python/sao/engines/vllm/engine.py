@@ -30,6 +30,7 @@ from sao.engines.base import Completion, Engine, EngineStats, Flight, Request, W
 from sao.engines.vllm.lora import adapter_request, check_adapter, engine_arguments
 from sao.engines.vllm.process import BACKEND, Load, check_heads, devices_of, environment, import_vllm, text
 from sao.errors import ClosedError, EngineError, WeightsError
+from sao.storage import model_folder
 from sao.storage.ownership import PREFIX, own
 from sao.transport.weights import WeightsRef
 
@@ -287,7 +288,7 @@ class VllmEngine(Engine):
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         if self._lora_rank is not None:
-            await asyncio.to_thread(check_adapter, ref, self._lora_rank)
+            await asyncio.to_thread(check_adapter, ref, self._lora_rank, model_folder.shapes(self._path))
             return
         await self._call("update: start", self._llm.start_weight_update())
         try:
