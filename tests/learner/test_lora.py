@@ -218,3 +218,15 @@ def test_an_adapter_comes_back_from_its_folder(tiny_model, tmp_path):
     assert all(torch.equal(own[name], tensor) for name, tensor in factors(other, "policy").items())
     with pytest.raises(WeightsError, match=r"lora_alpha = 32\.0, expected 8\.0"):
         lora.read(tmp_path, other.policy.lm, "policy", other.config.lora.model_copy(update={"alpha": 8.0}), "here")
+
+
+def test_memory_at_rest_is_one_base_and_16_bytes_a_trained_parameter(tiny_model):
+    learner = trained(tiny_model, dtype="bfloat16")
+    held = [*learner.policy.lm.parameters(), *learner.critic.parameters()]
+    held += [p.grad for p in held if p.grad is not None]
+    for optimizer in learner.optimizers.values():
+        held += [tensor for state in optimizer.adam.state.values() for tensor in state.values() if tensor.ndim]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
+    n_trained = sum(p.numel() for optimizer in learner.optimizers.values() for p in optimizer.parameters.values())
+    n_base = sum(tensor.numel() for tensor in base_of(learner).values())
+    assert sum(storages.values()) <= 2.1 * n_base + 16 * n_trained
