@@ -37,7 +37,7 @@ def memory() -> float:
 
 def measure(variant: str, folder: str) -> None:
     """One variant in this process; prints a line of JSON."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    sys.path[0] = str(Path(__file__).parents[1] / "tests")  # instead of this folder, which has a learner.py, too
     import numpy as np
     import torch
     from learner.rollouts import make_config, make_segment, make_trajectory
