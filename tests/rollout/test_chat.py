@@ -6,13 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rollout import families
 from tiny_model import CHATML, make_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sao.envs.protocol import Message
+from sao.envs.protocol import Message, ToolCall
 from sao.errors import ConfigError, EnvironmentFailure
 from sao.rollout.chat import Renderer
+from sao.rollout.reading import PROBE_TOOLS
 
 END = 2  # <|im_end|>
 SMOLLM2 = (  # the template of SmolLM2-Instruct: ChatML with a system message when the conversation has none
@@ -152,3 +154,27 @@ def test_a_conversation_leaves_nothing_behind(tiny_model: Path) -> None:
     ids = renderer.conversation(messages)
     assert renderer._initial.held == 0
     assert ids.tolist() == renderer.initial(messages).tolist() and renderer._initial.held > 0
+
+
+@pytest.mark.skipif(not families.templates(), reason="trl is not installed: pip install --no-deps trl")
+@pytest.mark.parametrize("family", ["qwen3", "qwen2_5", "glm4moe", "llama3_2", "gptoss"])
+@pytest.mark.parametrize("called", [True, False])
+def test_what_follows_a_turn_is_the_same_by_one_rendering_or_by_a_stand_in(
+    tmp_path: Path, family: str, called: bool
+) -> None:
+    renderer, tools = Renderer(families.folder(tmp_path, family)), PROBE_TOOLS
+    calls = (ToolCall("look", '{"city": "Bern"}', "call00007"),) if called else ()
+    turn = Message("assistant", "" if called else "It is warm.", calls)
+    then = (Message("tool", "21", (), "call00007", "look"),) if called else (Message("user", "and now?"),)
+    start = renderer.template.text([Message("user", "a")], tools)
+    whole = renderer.template.text([Message("user", "a"), turn, *then], tools)
+    ids = renderer.encode("something else")
+    other = np.concatenate([ids, renderer.stop_token_ids[:1]]).astype(np.int32)
+    written = renderer._encode(whole.removeprefix(start)) if whole.startswith(start) else other
+    ends = [at for at, token in enumerate(written.tolist()) if token in renderer.stop_token_ids]
+    # Where the template writes such a turn otherwise than it is sampled, there is none that does not drift.
+    same = bool(ends) and whole.startswith(start)
+    for sampled, drifts in ((written[: ends[0] + 1] if same else other, not same), (other, True), (other[:-1], True)):
+        following, drifted = renderer.following(sampled, turn, then, tools)
+        assert following.tolist() == renderer.observation(then, int(sampled[-1]), calls, tools).tolist()
+        assert drifted == drifts

@@ -14,7 +14,6 @@ each segment whether it is of the main conversation (instructions and tools of t
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import secrets
 import time
@@ -115,7 +114,6 @@ class AgentSession:
         self._history, self._lanes = History(), _Lanes()
         self._busy: set[SegmentBuilder] = set()  # something is sampled behind them now
         self._asked: dict[bytes, Asked] = {}
-        self._drifts: dict[tuple[Point, bytes], bool] = {}
         self._main: tuple[Conversation, str] | None = None
         self._names: dict[SegmentBuilder, str] = {}
         self._n_calls = self._n_counts = 0
@@ -262,36 +260,27 @@ class AgentSession:
         try:
             if (point := found.point) is None:
                 return _Prompt(found.place, renderer.conversation(messages, call.tools), messages, rewritten=rewritten)
-            prompt = self._behind(found.place, point, messages[found.at + 1 :], call.tools)
-            drifted = self._drifted(point, messages[found.at])
-            return replace(prompt, drifted=drifted, rewritten=rewritten)
+            prompt = self._behind(found.place, point, messages[found.at], messages[found.at + 1 :], call.tools)
+            return replace(prompt, rewritten=rewritten)
         except EnvironmentFailure as error:  # the chat template refuses these roles
             raise ApiError(400, f"messages: {error.detail}", param="messages") from None
 
-    def _behind(self, place: bytes, point: Point, messages: Conversation, tools: str) -> _Prompt:
-        """The ids that follow a turn: behind its own, or all anew where the template drops reasoning that they hold."""
-        renderer, conversation = self.recorder.renderer, (*point.messages, *messages)
+    def _behind(self, place: bytes, point: Point, sent: Message, messages: Conversation, tools: str) -> _Prompt:
+        """The ids that follow a turn, which comes back as `sent`: behind its own, or all anew where the template drops
+        reasoning that they hold.
+        """
+        renderer, conversation, turn = self.recorder.renderer, (*point.messages, *messages), point.turn
         if self.recorder.config.model.reasoning == "template" and (gone := renderer.forgets(conversation, tools)):
             conversation = tuple(replace(m, reasoning="") if at in gone else m for at, m in enumerate(conversation))
             return _Prompt(place, renderer.conversation(conversation, tools), conversation)
-        before = point.ids
-        calls = point.turn.message.tool_calls if messages and messages[0].role == "tool" else ()  # results are of these
-        behind = renderer.observation(messages, int(before[-1]), calls, tools)
-        ids = np.concatenate([before, behind])
-        return _Prompt(place, ids, conversation, point)
-
-    def _drifted(self, point: Point, message: Message) -> bool:
-        """Whether the turn, as the agent sends it, would have other ids, were it encoded in a conversation."""
-        turn, sent = point.turn, message.content
-        key = point, hashlib.blake2b(sent.encode(), digest_size=16).digest()
-        if key not in self._drifts:
-            if turn.stopped_at is not None and sent.strip() == turn.message.content.strip():
-                sent = turn.message.content + turn.stopped_at  # as it was asked for, the stop text was cut off
-            # Calls that come as text are compared as they were made.
-            whole = turn.message if turn.message.tool_calls and not message.tool_calls else None
-            whole = whole or replace(turn.message, content=sent)
-            self._drifts[key] = self.recorder.renderer.drifts(point.ids[turn.prompt_tokens :], whole)
-        return self._drifts[key]
+        content = sent.content
+        if turn.stopped_at is not None and content.strip() == turn.message.content.strip():
+            content = turn.message.content + turn.stopped_at  # as it was asked for, the stop text was cut off
+        if turn.message.tool_calls and not sent.tool_calls:  # calls that come as text are compared as they were made
+            content = turn.message.content
+        ids, whole = point.ids, replace(turn.message, content=content)
+        behind, drifted = renderer.following(ids[turn.prompt_tokens :], whole, messages, tools)
+        return _Prompt(place, np.concatenate([ids, behind]), conversation, point, drifted)
 
     def _read(
         self,

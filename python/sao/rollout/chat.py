@@ -8,6 +8,7 @@ puts the same there wherever the turn stands. Both are checked at the start. How
 turn itself (without its reasoning, say) does not matter: `forgets` tells it to whom it does.
 """
 
+import contextlib
 import datetime
 import itertools
 import json
@@ -107,8 +108,10 @@ class Renderer:
         calls: those that the turn made. Raises `EnvironmentFailure("bad_messages")` when the template refuses these
         messages.
         """
-        # What stands behind calls depends on their names and ids alone.
-        ids = self._then(tuple(messages), tuple(ToolCall(call.name, id=call.id) for call in calls), tools)
+        return self._cut(self._then(tuple(messages), tuple(calls), tools), last_id)
+
+    def _cut(self, ids: np.ndarray, last_id: int | None) -> np.ndarray:
+        """What is behind a turn, without what of it was sampled."""
         if last_id is None or last_id not in (*self.stop_token_ids, int(ids[0])):
             return ids
         for at, token in enumerate(ids.tolist()):  # a turn may end in several markers, and any of them be sampled
@@ -118,29 +121,27 @@ class Renderer:
                 break
         return ids if self._open_ended else ids[1:]
 
-    def drifts(self, sampled: np.ndarray, turn: Message) -> bool:
-        """Whether a sampled turn, were the message that it was read into encoded in a conversation, had other ids."""
-        calls = tuple(ToolCall(call.name, call.arguments, f"call{at:05}") for at, call in enumerate(turn.tool_calls))
-        then = tuple(Message("tool", "b", (), call.id, call.name) for call in calls) or _THEN
-        tools, begun, at, start = self._begun(tuple(sorted({call.name for call in calls})))
-        kept = np.concatenate([start, sampled, self.observation(then, int(sampled[-1]), calls, tools)])
-        try:
-            text = self.template.text([PROBE, replace(turn, tool_calls=calls), *then], tools)
-        except EnvironmentFailure:  # a template that cannot write such a turn again
-            return True
-        return not text.startswith(begun) or not np.array_equal(kept, self._encode(text[at:]))
+    def following(
+        self, sampled: np.ndarray, turn: Message, messages: Sequence[Message], tools: str = ""
+    ) -> tuple[np.ndarray, bool]:
+        """The `observation` behind a sampled turn, and whether the turn drifts: had other ids, were it encoded as the
+        message `turn`. Not kept in memory; one rendering tells both where a turn does not drift.
+        """
+        begun, at, start = self._begun(tools)
+        with contextlib.suppress(EnvironmentFailure):  # a template that cannot write such a turn again
+            if (text := self.template.text([PROBE, turn, *messages], tools)).startswith(begun):
+                kept, ids = np.concatenate([start, sampled]), self._encode(text[at:])
+                if np.array_equal(kept, ids[: kept.size]):
+                    return ids[kept.size :], False
+        calls = turn.tool_calls if messages[0].role == "tool" else ()  # results are of these
+        return self._cut(self._encode(self._behind(messages, calls, tools)), int(sampled[-1])), True
 
-    def _beginning(self, names: tuple[str, ...]) -> tuple[str, str, int, np.ndarray]:
-        """A conversation up to a turn that calls tools of these names: the tools, its text, and where in it the last
-        marker is, at which every tokenizer splits, with the ids from there on."""
-        # The names alone: their schemas may be long, and stand before all that is compared.
-        bare = {"description": "", "parameters": {"type": "object", "properties": {}}}
-        tools = (
-            json.dumps([{"type": "function", "function": {"name": name, **bare}} for name in names]) if names else ""
-        )
+    def _beginning(self, tools: str) -> tuple[str, int, np.ndarray]:
+        """A conversation up to a turn: its text, and where in it the last marker is, at which every tokenizer splits,
+        with the ids from there on."""
         text = self.template.text([PROBE], tools)
         at = max((found.start() for found in self.template.pattern.finditer(text)), default=0)
-        return tools, text, at, self._encode(text[at:])
+        return text, at, self._encode(text[at:])
 
     def forgets(self, messages: Sequence[Message], tools: str = "") -> list[int]:
         """The messages (their indices) whose reasoning the template leaves out of this conversation."""
