@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from common import report
 
@@ -47,17 +49,20 @@ def measure(variant: str, folder: str) -> None:
     torch.set_num_threads(1)
     idle = memory()
     window = {"sampling__context_tokens": 128, "learner__row_tokens": 128, "model__dtype": "float32"}
-    learner = Learner(make_config(Path(folder), **{**window, **VARIANTS[variant]}))
+    slow = {"learner__policy_lr": 1e-6, "learner__critic_lr": 1e-6}
+    band = {"algorithm__eps_low": 0.99, "algorithm__eps_high": 1e6}  # a random model says 1 / vocabulary, about
+    learner = Learner(make_config(Path(folder), **{**window, **slow, **band, **VARIANTS[variant]}))
     rng, most, done = np.random.default_rng(0), [0.0], threading.Event()
 
     def watch() -> None:
         while not done.wait(0.005):
             most[0] = max(most[0], memory())
 
-    batches = [
-        [make_trajectory(rng, [make_segment(rng, [(PROMPT, ANSWER)])], reward=float(n % 2)) for n in range(ROLLOUTS)]
-        for _ in range(2)
-    ]
+    def rollout(number: int) -> Any:
+        segment = make_segment(rng, [(PROMPT, ANSWER)], logprob=-math.log(learner.policy.vocabulary))
+        return make_trajectory(rng, [segment], reward=float(number % 2))
+
+    batches = [[rollout(number) for number in range(ROLLOUTS)] for _ in range(2)]
     learner.step(batches[0])
     ctypes.CDLL(None).malloc_trim(0)
     began = time.process_time()
@@ -67,7 +72,7 @@ def measure(variant: str, folder: str) -> None:
     done.set()
     watcher.join()
     seconds = time.process_time() - began
-    assert result.skipped is None
+    assert result.skipped is None, result.skipped
     ctypes.CDLL(None).malloc_trim(0)
     trained = [sum(p.numel() for p in o.parameters.values()) for o in learner.optimizers.values()]
     print(json.dumps([*trained, round(memory() - idle), round(most[0] - idle), round(seconds, 1)]))
