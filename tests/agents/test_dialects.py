@@ -327,3 +327,27 @@ def test_three_dialects_train_the_same_ids(tmp_path: Path, family: str) -> None:
         check_books(trajectory, engine)
         found.append((segment.token_ids.tolist(), segment.action_mask.tolist()))
     assert found[0] == found[1] == found[2]
+
+
+@needs_trl
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (1, 3, 0, 2), (0, 1, 3, 2), (1, 0, 2, 3)])
+def test_calls_at_once_may_come_back_one_by_one_and_their_results_in_any_order(
+    tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    renderer = Renderer(folder(tmp_path, "qwen2_5"))
+    both = call_text(renderer, ("look", {"city": "Bern"}), ("look", {"city": "Rome"}))
+    turns = [sampled(renderer, both), sampled(renderer, "It is warm.")]
+    engine = Recording(lambda request, number: Reply(turns[number]))
+
+    async def script(access: Access, post: Any) -> float:
+        body: dict[str, Any] = {"tools": [FLAT], "input": "weather?"}
+        calls = (await post_ok(post, "/v1/responses", body))["output"]
+        results = [{"type": "function_call_output", "call_id": one["call_id"], "output": "21"} for one in calls]
+        items = [*calls, *results]
+        body["input"] = [{"role": "user", "content": "weather?"}, *(items[at] for at in order)]
+        await post_ok(post, "/v1/responses", body)
+        return 1.0
+
+    trajectory = run(configuration(tmp_path), engine, script)
+    assert len(trajectory.segments) == 1 and trajectory.metadata["agent_rewritten"] == 0
+    check_books(trajectory, engine)

@@ -14,7 +14,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import field as attribute
 from typing import NamedTuple
 
@@ -86,6 +86,22 @@ class History:
         self._n_calls += len(found)
         return found
 
+    def gathered(self, messages: Conversation) -> Conversation:
+        """The messages, in which calls of one turn that come one by one, each with its result, are one turn again."""
+        found, last = list[Message](), -1  # the newest of the assistant
+        for message in messages:
+            if message.role == "assistant":
+                turns = {self._turns.get(call.id) for call in message.tool_calls} if message.tool_calls else {None}
+                before = found[last].tool_calls if last >= 0 else ()
+                if None not in turns and not message.content and {self._turns.get(c.id) for c in before} == turns:
+                    found[last] = replace(found[last], tool_calls=before + message.tool_calls)
+                    continue
+                last = len(found)
+            elif message.role != "tool":
+                last = -1
+            found.append(message)
+        return tuple(found)
+
     def find(self, messages: Conversation, tools: str) -> Found:
         """Looks up a conversation."""
         walk = self._walk
@@ -134,7 +150,7 @@ class History:
             (turn,) = turns.values()
             made = turn.message.tool_calls
             if {call.id for call in made} <= set(ids) and (
-                not message.tool_calls or list(map(_same, message.tool_calls)) == list(map(_same, made))
+                not message.tool_calls or {c.id: _same(c) for c in message.tool_calls} == {c.id: _same(c) for c in made}
             ):
                 yield _calls_form(made)
         yield _text_form(message)

@@ -247,6 +247,7 @@ class AgentSession:
         """A conversation up to the start of the policy's turn. Raises `ApiError`."""
         if call.tools and not self.recorder.renderer.renders_tools:
             raise ApiError(400, "tools: the chat template of the model knows no tools", param="tools")
+        call = replace(call, messages=self._history.gathered(call.messages))
         found = self._history.find(call.messages, call.tools)
         length = len(call.tools) + sum(len(message.content) for message in call.messages[found.at + 1 :])
         if length <= SHORT and self.recorder.config.model.reasoning != "template":
