@@ -3,7 +3,7 @@
 #   make test         every check and test, also those with the real vLLM engine on the CPU; WORKERS=N at once
 #   make lint         formatters, linters, types and the documentation only
 #   make wheel        a wheel and a source archive in dist/, tried in an empty environment
-#   make evidence     the long measurements behind the numbers in the documentation
+#   make evidence     the long measurements behind the numbers in the documentation; evidence-NAME: bench/NAME.py alone
 #   make clean        removes what was built (not the runs); make distclean also removes .venv
 
 PYTHON ?= python3
@@ -79,7 +79,7 @@ python-lint: $(VENV)/.core
 	$(BIN)/mypy
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/zizmor --offline --quiet .github
-	$(BIN)/python scripts/size.py --python 23743
+	$(BIN)/python scripts/size.py --python 23850
 
 pytest: $(VENV)/.vllm
 	@sh scripts/system_packages.sh
@@ -93,8 +93,11 @@ wheel: $(VENV)/.made
 	PATH=$(CURDIR)/$(BIN):$$PATH CARGO_TARGET_DIR=$(CURDIR)/build/wheel $(BIN)/maturin build --release --strip --sdist --compatibility manylinux_2_28 --zig --out dist
 	$(BIN)/python scripts/try_wheel.py dist/*.whl
 
+evidence-%: $(VENV)/.core
+	$(BIN)/python bench/$*.py $(ARGS)
+
 evidence: $(VENV)/.vllm
-	@for script in $(filter-out bench/common.py bench/learner.py, $(wildcard bench/*.py)); do \
+	@for script in $(filter-out bench/common.py bench/learner.py bench/slow_tools.py, $(wildcard bench/*.py)); do \
 		echo "== $$script"; $(BIN)/python $$script || exit 1; \
 	done
 	$(MAKE) --no-print-directory wheel

@@ -45,6 +45,22 @@ def test_limits_end_an_episode_as_truncated(tiny_model: Path) -> None:
     assert (trajectory.termination.kind, trajectory.termination.reason) == ("truncated", "time_limit")
 
 
+def test_an_agent_cut_by_a_limit_is_graded_by_its_environment(tiny_model: Path) -> None:
+    class Graded(Scripted):
+        async def grade(self) -> float:
+            return 0.75
+
+    async def slow(access: Access, post: Post) -> None:
+        await ask(post, user("a"))
+        await asyncio.sleep(60)
+
+    cut = {"episode_timeout_s": 0.5}
+    trajectory = played(tiny_model, Graded(slow), env=cut)
+    assert (trajectory.termination.reason, trajectory.reward) == ("time_limit", 0.75)
+    with pytest.raises(EnvironmentFailure, match="time_limit: not done within"):
+        played(tiny_model, Graded(slow), env={**cut, "at_time_limit": "drop"})
+
+
 async def nothing(access: Access, post: Post) -> None: ...
 
 

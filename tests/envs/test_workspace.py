@@ -66,6 +66,22 @@ def test_the_documented_work_earns_1_and_less_does_not() -> None:
     assert reward(*right[1:], commit, "done") == 0.0  # one module is left as it was
 
 
+def test_a_right_commit_counts_where_a_limit_ends_the_episode_before_done() -> None:
+    async def graded(*scripts: str) -> float:
+        environment = Workspace(modules=MODULES, wall_s=15, allow_unprotected=True)
+        await environment.reset(SEED, "train")
+        try:
+            for script in scripts:
+                await environment.step(script)
+            return await environment.grade()
+        finally:
+            await environment.close()
+
+    right = writing(task().solution())
+    assert asyncio.run(graded(*right, "git add -A && git commit -qm fixed")) == 1.0
+    assert asyncio.run(graded(*right)) == 0.0
+
+
 def test_the_rules_can_be_found_in_the_repository() -> None:
     """A reader of docs/ knows all that the hidden tests ask for."""
     answers = play("cat docs/order.md", *(f"cat docs/{name}.md" for name in task().rules))

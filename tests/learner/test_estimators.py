@@ -1,5 +1,7 @@
 """Whole steps with each estimator and loss: the same numbers as plain code, the state that is kept, what is refused."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from sao.errors import ConfigError, ValidationError
 from sao.learner.checkpoint import Checkpointer, restore
 from sao.learner.step import Learner
 from sao.storage.checkpoints import read
+from sao.trajectory import Termination
 
 BARE = {"learner__critic_lr": 5e-6}  # the default: any other is refused without a critic
 GRPO = BARE | {"algorithm__estimator": "grpo", "algorithm__group_size": 2}
@@ -255,3 +258,17 @@ def test_a_wide_value_clip_is_the_squared_error(tiny_model):
 def test_offloading_needs_a_process_group(tiny_model):
     with pytest.raises(ConfigError, match=r"learner\.offload_optimizer: needs the process group"):
         Learner(make_config(tiny_model, learner__offload_optimizer=True))
+
+
+def test_of_truncated_rollouts_those_cut_by_the_clock_alone_are_bootstrapped(tiny_model):
+    config = make_config(tiny_model, env__at_time_limit="bootstrap", algorithm__lambda_policy=1.0)
+    found = {}
+    for reason in ("max_turns", "time_limit"):
+        learner = Learner(config)
+        with torch.no_grad():
+            learner.critic.head.bias.fill_(0.5)
+        rng = np.random.default_rng(1)
+        rollout = make_trajectory(rng, [make_segment(rng, [(4, 3), (2, 0)])], reward=0.25, kind="truncated")
+        rollout = dataclasses.replace(rollout, termination=Termination("truncated", reason))
+        found[reason] = learner.step([rollout]).metrics["advantage/mean"]
+    assert found == {"max_turns": pytest.approx(0.25 - 0.5), "time_limit": pytest.approx(0.25 + 0.5 - 0.5)}

@@ -442,3 +442,46 @@ def test_calls_of_environments_wait_for_their_turn_and_not_on_their_deadline(tin
 
     assert [trajectory.reward for trajectory in asyncio.run(main())] == [1.0] * 12
     assert Counting.most == 2
+
+
+class Graded(Play):
+    """Can score what was reached when a limit ends the episode."""
+
+    grades = 0
+
+    def __init__(self, *replies: Any, grade: Any = 0.75) -> None:
+        super().__init__(*replies)
+        self.reached = grade
+
+    async def grade(self) -> Any:
+        self.grades += 1
+        return await say(self.reached)
+
+
+def test_what_was_reached_at_a_limit_is_graded(tiny_model: Path) -> None:
+    """The right work in the last turn that is allowed is not worth 0; an episode that is done is not graded again."""
+    env = Graded(turn("c"))
+    trajectory = play(tiny_model, env, sections={"env": {"max_turns": 1}})
+    assert (trajectory.termination.reason, trajectory.reward, env.grades) == ("max_turns", 0.75, 1)
+    finished = Graded(done(0.5))
+    assert play(tiny_model, finished).reward == 0.5 and finished.grades == 0
+    for wrong, reason in ((2.0, "bad_reward"), (OSError("no disk"), "grade_error")):
+        with pytest.raises(EnvironmentFailure) as caught:
+            play(tiny_model, Graded(turn("c"), grade=wrong), sections={"env": {"max_turns": 1}})
+        assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize("choice", ["train", "drop"])
+def test_a_cut_by_the_clock_is_graded_and_trained_or_dropped(tiny_model: Path, choice: str) -> None:
+    async def forever() -> None:
+        await asyncio.sleep(60)
+
+    env = Graded(turn("c"), forever)
+    limits = {"env": {"episode_timeout_s": 1.5, "step_timeout_s": 60.0, "max_turns": 100, "at_time_limit": choice}}
+    if choice == "train":
+        trajectory = play(tiny_model, env, sections=limits)
+        assert (trajectory.termination.reason, trajectory.reward) == ("time_limit", 0.75)
+        return
+    with pytest.raises(EnvironmentFailure) as caught:
+        play(tiny_model, env, sections=limits)
+    assert caught.value.reason == "time_limit" and env.grades == 0

@@ -13,9 +13,9 @@ from sao.agents.server import AgentServer
 from sao.agents.session import AgentSession
 from sao.config import Config
 from sao.envs.agent import Access, Agent, AgentEnvironment
-from sao.envs.protocol import check_reward
+from sao.envs.protocol import Grader, check_reward
 from sao.errors import EngineError, EnvironmentFailure
-from sao.rollout.episode import close_environment
+from sao.rollout.episode import bounded, close_environment
 from sao.rollout.recorder import Recorder
 from sao.trajectory import Termination, Trajectory
 
@@ -77,12 +77,17 @@ class AgentHost:
                         raise
                     recorder.check_begun()
                     reward, cut = session.reward, "time_limit"
+                    if reward is None:
+                        recorder.check_limit(cut)
             if session.fault is not None:
                 raise session.fault
             if not recorder.n_segments:
                 raise EnvironmentFailure("no_turn", "the agent ended without a turn of the policy")
             if reward is None and not cut:
                 raise EnvironmentFailure("no_reward", "the agent ended without a reward")
+            if reward is None and isinstance(env, Grader):
+                limit_s = self._config.env.step_timeout_s
+                reward = await bounded(env.grade, limit_s, "grade")
             reward = recorder.no_reward(env.reward_range) if reward is None else check_reward(reward, env.reward_range)
             return session.trajectory(Termination("truncated", cut) if cut else Termination("finished"), reward)
         finally:

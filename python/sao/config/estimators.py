@@ -54,6 +54,8 @@ def faults(
         if learner.value_loss == "mse" and _changed(learner, "value_clip"):
             yield "learner.value_clip: has no effect with value_loss = mse"
         return
+    if env.at_time_limit == "bootstrap":
+        yield f"env.at_time_limit: bootstrap has no effect with estimator = {name}, which has no critic"
     if warmup:
         yield f"learner.critic_warmup_steps: {warmup} must be 0 with estimator = {name}: no critic"
     if run.task == "pretrain_value":

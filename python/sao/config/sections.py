@@ -102,6 +102,11 @@ class EnvSection(Section):
     train_tasks: int | None = key(None, "different training tasks, repeated in order; default: never again", ge=1)
     step_timeout_s: Positive = key(60.0, "deadline of one reset or step, seconds")
     episode_timeout_s: float | None = key(None, "wall clock that truncates a rollout (`time_limit`), seconds", gt=0)
+    at_time_limit: Literal["train", "bootstrap", "drop"] = key(
+        "train",
+        "a rollout cut by the wall clock, which is no wrong answer; train: like any truncated one; bootstrap: the"
+        " critic's value of its last state follows; drop: a failure (`time_limit`), not trained",
+    )
     concurrency: int | None = key(None, "environment calls or agents at once per generator; default: any", ge=1)
 
 

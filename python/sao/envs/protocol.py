@@ -128,6 +128,14 @@ class ToolEnvironment(Protocol):
         """See `Environment`."""
 
 
+@runtime_checkable
+class Grader(Protocol):
+    """An environment that can score an episode which a limit has ended: what was reached by then counts."""
+
+    async def grade(self) -> float:
+        """The reward as things stand, in range; called at most once, between `step` and `close`."""
+
+
 class SingleTask(Generic[T]):
     """The common part of environments that hold nothing but the task that is played: rewards in [0, 1], replayable."""
 

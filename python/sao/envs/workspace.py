@@ -1,7 +1,8 @@
 """`workspace`: editing several files of a git repository with a shell, in a sandbox.
 
 A turn is a shell script (bare, or in one fenced block); the observation is its exit code and output. A turn `done`
-ends the episode: the reward is 1 if what has been *committed* passes every hidden test, else 0. The work is to make a
+ends the episode: the reward is 1 if what has been *committed* passes every hidden test, else 0; so it is where a limit
+ends the episode instead. The work is to make a
 package's modules, the names of their functions and the order in which they are applied agree with its documentation.
 
 The hidden tests are arguments and expected results. At the end, the committed files are unpacked in a fresh sandbox,
@@ -126,6 +127,10 @@ class Workspace(SingleTask[RepositoryTask]):
         if await asyncio.to_thread(_larger, self._folder, self._tree_bytes):
             return self._end(0.0)
         return StepResult((Message("tool", self._show(outcome)),), None, False)
+
+    async def grade(self) -> float:
+        """The reward of what is committed, also where the turn `done` never came."""
+        return await self._grade(self._running())
 
     async def close(self) -> None:
         folder, self._folder, self._task = self._folder, None, None

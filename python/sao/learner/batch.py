@@ -39,6 +39,7 @@ class Batch:
     rewards: NDArray[np.float32]  # [T]
     temperatures: NDArray[np.float32]  # [T]
     truncated: NDArray[np.bool_]  # [T]
+    timed_out: NDArray[np.bool_]  # [T], truncated by the wall clock
     summary: NDArray[np.bool_]  # [S], whether the segment is a summary
     sampled_tokens: int  # of all trajectories, also those of summaries that are left out
     turn_rewards: tuple[NDArray[np.int64], NDArray[np.float32]]  # flat positions and rewards
@@ -143,6 +144,7 @@ def flatten(
         rewards=np.array([t.reward for t in trajectories], dtype=np.float32),
         temperatures=np.array([t.temperature for t in trajectories], dtype=np.float32),
         truncated=np.array([t.termination.kind == "truncated" for t in trajectories], dtype=np.bool_),
+        timed_out=np.array([t.termination.reason == "time_limit" for t in trajectories], dtype=np.bool_),
         turn_rewards=_turn_rewards(trajectories, dict(zip(kept, segment_offsets.tolist(), strict=False))),
         summary=np.array([segment.kind == "summary" for segment in segments], dtype=np.bool_),
         sampled_tokens=sum(t.n_actions for t in trajectories),

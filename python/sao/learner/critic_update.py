@@ -29,12 +29,17 @@ class CriticUpdate:
         self.optimizer = Optimizer(critic.trained(), rate, config.learner.critic_lr_warmup_steps, config, world)
         self.moments = torch.zeros(5, dtype=torch.float64)
 
+    @property
+    def bootstraps(self) -> bool:
+        """Whether the value of the last state of some rollouts stands behind their end."""
+        return self.config.algorithm.bootstrap_truncated or self.config.env.at_time_limit == "bootstrap"
+
     def run(self, work: Work) -> Floats:
         """K critic passes. Returns advantages float32[N] by flat index. Raises `Skipped`."""
         algorithm, batch = self.config.algorithm, work.batch
         # With lambda_critic = 1 a target is a return and needs no value; then the first critic pass, which runs before
         # any update, gives the values on its way and their own forward pass is saved.
-        returns = algorithm.lambda_critic == 1 and algorithm.skip_observations and not algorithm.bootstrap_truncated
+        returns = algorithm.lambda_critic == 1 and algorithm.skip_observations and not self.bootstraps
         values, bootstrap = np.zeros(len(batch.token_ids), dtype=np.float32), None
         if not returns:
             values, bootstrap = self._values(work)
@@ -94,7 +99,7 @@ class CriticUpdate:
         Every rank fills in its own tokens; the sum over ranks is exact, since all others hold 0 there.
         """
         batch, algorithm = work.batch, self.config.algorithm
-        everywhere = not algorithm.skip_observations or algorithm.bootstrap_truncated
+        everywhere = not algorithm.skip_observations or self.bootstraps
         with work.timed("values"):
             after = torch.zeros(len(batch.token_ids) + 1, dtype=torch.float32, device=self.world.device)
             for part in work.micro:
@@ -103,9 +108,10 @@ class CriticUpdate:
             # after[k + 1] is the value of the state that ends with token k, so after[k] is that before token k.
             found = self.world.total(after).cpu().numpy()
         bootstrap = None
-        if algorithm.bootstrap_truncated:
+        if self.bootstraps:
             ends = batch.segment_offsets[batch.trajectory_offsets[1:]]
-            bootstrap = np.where(batch.truncated, found[ends], np.float32(0.0))
+            cut = batch.truncated if algorithm.bootstrap_truncated else batch.timed_out
+            bootstrap = np.where(cut, found[ends], np.float32(0.0))
         return found[:-1], bootstrap
 
     def _returns(self, work: Work) -> Floats:

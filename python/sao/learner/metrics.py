@@ -31,7 +31,7 @@ def describe(trajectories: Sequence[Trajectory], batch: Batch, success_reward: f
         "rollout/actions": actions.mean(),
         "rollout/compactions": np.mean([int(t.metadata.get("compactions") or 0) for t in trajectories]),
         "rollout/truncated": batch.truncated.mean(),
-        "rollout/timed_out": np.mean([t.termination.reason == "time_limit" for t in trajectories]),
+        "rollout/timed_out": batch.timed_out.mean(),
         "rollout/actions_max": actions.max(),
         "rollout/turns": starts.sum() / count,
         "rollout/segments": np.add.reduceat(mask, batch.segment_offsets[:-1], dtype=np.bool_).sum() / count,

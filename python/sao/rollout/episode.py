@@ -1,8 +1,9 @@
 """One rollout: the policy and an environment take turns until one of them, or a limit, ends it.
 
 It ends in one of three ways. *finished*: the environment is done and gave a reward. *truncated*: out of turns
-("max_turns"), of context ("context") or of time ("time_limit"); the rollout keeps the rewards of its turns and gets 0
-(or the nearest number in the environment's range) for its end. *failed*: an exception with a reason code, no reward.
+("max_turns"), of context ("context") or of time ("time_limit"); the rollout keeps the rewards of its turns and gets
+for its end what the environment's `grade` says, or without one 0 (or the nearest number in the environment's range).
+*failed*: an exception with a reason code, no reward.
 
 With `[compaction]` enabled, a full context is not the end: the policy writes a summary and goes on in a new window (see
 `sao.rollout.compaction`, also for the reasons with which such a rollout is truncated).
@@ -20,7 +21,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from sao.envs.protocol import Environment, StepResult, ToolEnvironment, check_messages, check_step, check_tools
+from sao.envs.protocol import (
+    Environment,
+    Grader,
+    StepResult,
+    ToolEnvironment,
+    check_messages,
+    check_reward,
+    check_step,
+    check_tools,
+)
 from sao.errors import EnvironmentFailure
 from sao.rollout.compaction import Compaction, Compactor
 from sao.rollout.recorder import Recorder
@@ -55,7 +65,7 @@ async def run_episode(
             return await episode.play()
     except TimeoutError:  # of this limit: those of calls come as failures
         recorder.check_begun()
-        return episode.truncated("time_limit")
+        return await episode.truncated("time_limit")
     finally:
         try:
             await recorder.release()
@@ -112,14 +122,14 @@ class _Episode:
             if result.reward is not None:
                 self.turn_rewards.append((recorder.n_segments - 1, window.ids.size - 1, result.reward))
             if recorder.turns >= self.config.env.max_turns:
-                return self.truncated("max_turns")
+                return await self.truncated("max_turns")
             if self.compaction is not None:
                 reason = await self.compaction.observe(result.messages)
             else:
                 window.observe(result.messages)
                 reason = "context" if window.room_tokens <= 0 else None
             if reason is not None:
-                return self.truncated(reason)
+                return await self.truncated(reason)
             recorder.replay.over()
 
     async def step(self, token_ids: np.ndarray) -> StepResult:
@@ -137,8 +147,13 @@ class _Episode:
         async with self.calls or contextlib.nullcontext():
             return await self.recorder.timed(what, bounded(call, self.config.env.step_timeout_s, what))
 
-    def truncated(self, reason: str) -> Trajectory:
-        return self.end(Termination("truncated", reason), self.recorder.no_reward(self.env.reward_range))
+    async def truncated(self, reason: str) -> Trajectory:
+        """The rollout as a limit has ended it. Raises `EnvironmentFailure` also where such an end is to be dropped."""
+        self.recorder.check_limit(reason)
+        reward = self.recorder.no_reward(self.env.reward_range)
+        if isinstance(self.env, Grader):
+            reward = check_reward(await self.call("grade", self.env.grade), self.env.reward_range)
+        return self.end(Termination("truncated", reason), reward)
 
     def end(self, termination: Termination, reward: float) -> Trajectory:
         metadata = self.compaction.metadata() if self.compaction else {}

@@ -191,6 +191,12 @@ class Recorder:
         low, high = reward_range
         return min(max(0.0, low), high)
 
+    def check_limit(self, reason: str) -> None:
+        """Raises `EnvironmentFailure` for a rollout that the wall clock has cut, where `env.at_time_limit` drops it."""
+        if reason == "time_limit" and self.config.env.at_time_limit == "drop":
+            limit_s = self.config.env.episode_timeout_s
+            raise EnvironmentFailure("time_limit", f"not done within env.episode_timeout_s = {limit_s:g}")
+
     def check_begun(self) -> None:
         """Raises `EnvironmentFailure` when the time of the episode is over and nothing was sampled in it."""
         if not self._segments:
