@@ -93,8 +93,11 @@ def train(
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
     resume: Resume = False,
+    on: Annotated[
+        str | None, typer.Option("--on", metavar="ray[:ADDRESS]", help="a cluster; default: this machine")
+    ] = None,
 ) -> None:
-    """Train: start broker, generators and learner on this machine, and end them all when the run is over."""
+    """Train: start broker, generators and learner here or on a cluster, and end them all when the run is over."""
     from sao import config
     from sao.runtime import train as runtime
 
@@ -103,6 +106,13 @@ def train(
     resolved = config.load(run_file, overrides or [])
     if dry_run:
         typer.echo(runtime.describe(resolved, overwrite=overwrite, resume=resume))
+    elif on is not None:
+        if on.partition(":")[0] != "ray":
+            raise ConfigError(f"--on: {on!r}, expected ray or ray:ADDRESS")
+        from sao.runtime import ray_pool
+
+        chosen = {"--overwrite": overwrite, "--resume": resume}
+        raise typer.Exit(ray_pool.train(on, resolved, [flag for flag, given in chosen.items() if given]))
     else:
         raise typer.Exit(runtime.train(resolved, overwrite=overwrite, resume=resume))
 

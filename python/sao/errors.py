@@ -82,6 +82,7 @@ EXTRAS = {  # what an extra of `pyproject.toml` installs, by the name under whic
     "matplotlib": "tracking",
     "prometheus_client": "tracking",
     "dygraphs": "tracking",
+    "ray": "ray",
 }
 
 

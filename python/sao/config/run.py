@@ -92,6 +92,8 @@ class Config(sections.Section):
 
     def _agents_address(self) -> Iterator[str]:
         count = self.generator.count
+        if not count and self.transport.bind == "ipc":
+            yield "generator.count: 0 needs generators from elsewhere; set transport.bind to tcp://HOST:PORT"
         try:
             host, port = addresses.split(self.generator.agents_bind)
         except ValueError as error:

@@ -124,7 +124,7 @@ class SamplingSection(Section):
 class GeneratorSection(Section):
     """Generator processes."""
 
-    count: int = key(2, "generator processes started here, each with an engine and GPUs of its own", ge=1, le=256)
+    count: int = key(2, "generators of `sao train`, each with its own engine and GPUs; 0: all join", ge=0, le=256)
     engine: Literal["torch", "vllm", "scripted"] = key(
         "torch", "torch: in-process transformers model; vllm: vLLM (the extra `vllm`); scripted: a test double"
     )
