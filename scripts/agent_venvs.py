@@ -21,6 +21,7 @@ PACKAGES = {
     "anthropic": ["anthropic==2.14.0"],
     "openai": ["openai==3.57.0"],
     "verifiers": ["verifiers==0.4.0", "uv"],  # which starts programs with uv
+    "verifiers-0.1": ["verifiers==0.1.14"],  # the last one whose environments play in process
 }
 NEWER = {"harbor"}  # need Python 3.12
 ROOT = Path(os.environ.get("SAO_AGENT_VENVS") or Path.home() / ".cache" / "sao" / "agents")

@@ -39,10 +39,12 @@ def gae(
     bootstrap: float = 0.0,
     turn_rewards: dict[tuple[int, int], float] | None = None,
     alpha: float = 1.5,
+    after: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[list[list[float]], list[list[float]], float]:
     """(advantages, targets) per segment, 0 where the mask is, and the lambda of one trajectory.
 
-    `turn_rewards` maps (segment, token) to a reward. `lambda_policy=None` is adaptive.
+    `turn_rewards` maps (segment, token) to a reward. `lambda_policy=None` is adaptive. `after`: of each segment the
+    action tokens sampled after it, and the segment that goes on behind it or -1; None: in order.
     """
     extra = turn_rewards or {}
     counts = [sum(1 for m in mask if m) for mask, _ in segments]
@@ -51,25 +53,30 @@ def gae(
     targets = [[0.0] * len(mask) for mask, _ in segments]
 
     # A step is (segment, token); a chain is a list of steps that ends with the outcome.
-    chains: list[list[tuple[int, int]]] = []
+    # Of each, the own steps of its first segment are written.
+    order = after or [(sum(counts[s + 1 :]), s + 1 if s + 1 < len(segments) else -1) for s in range(len(segments))]
+    own: list[list[tuple[int, int]]] = []
     for s, (mask, _) in enumerate(segments):
         actions = [t for t, m in enumerate(mask) if m]
-        if actions:
-            steps = actions if skip_observations else list(range(actions[0], actions[-1] + 1))
-            chains.append([(s, t) for t in steps])
-    if cross_segment == "chained" and chains:
-        chains = [[step for chain in chains for step in chain]]
+        steps = actions if skip_observations or not actions else list(range(actions[0], actions[-1] + 1))
+        own.append([(s, t) for t in steps])
 
-    for chain in chains:
+    for first, steps in enumerate(own):
+        chain, at = list(steps), first
+        while cross_segment == "chained" and order[at][1] != -1:
+            at = order[at][1]
+            chain += own[at]
+        if not steps:
+            continue
         values = [segments[s][1][t] for s, t in chain]
         rewards = [extra.get(step, 0.0) for step in chain]
         rewards[-1] += reward
         delta = deltas(values, rewards, gamma, bootstrap)
-        later = sum(counts[chain[-1][0] + 1 :]) if cross_segment == "paper" else 0
+        later = order[first][0] if cross_segment == "paper" else 0
         factor = (gamma * lam) ** later
         policy, critic = discounted(delta, gamma * lam), discounted(delta, gamma * lambda_critic)
         for (s, t), a, c, v in zip(chain, policy, critic, values, strict=True):
-            if segments[s][0][t]:
+            if s == first and segments[s][0][t]:
                 advantages[s][t] = factor * a
                 targets[s][t] = c + v
     return advantages, targets, lam

@@ -109,6 +109,7 @@ def advantages(
     skip_observations: bool = True,
     bootstrap: NDArray[np.float32] | None = None,
     turn_rewards: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None,
+    after: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float64]]:
     """(advantages, targets, lambdas); documented at `sao.advantages`."""
 

@@ -135,9 +135,11 @@ class Trajectory:
 
     `reward` is finite, or None exactly when the rollout failed: a failure is never a number. `temperature` is that of
     every sampled token (0: greedy). `turn_rewards`: (segment index, token position, reward) on sampled tokens, in
-    order, in addition to `reward`. `fingerprints`: policy version -> fingerprint of the weights that sampled.
-    `timings_s`: durations in seconds. `sidecars`: arrays that belong to it and are large (routed experts, images), by
-    name; read-only, a writable argument is copied; they travel as frames of their own. At least one token was sampled
+    order, in addition to `reward`. `after`: for each segment the action tokens that were sampled after its last one,
+    and the segment that goes on behind it (-1: none); empty: all later segments, and the next one. `fingerprints`:
+    policy version -> fingerprint of the weights that sampled. `timings_s`: durations in seconds. `sidecars`: arrays
+    that belong to it and are large (routed experts, images), by name; read-only, a writable argument is copied; they
+    travel as frames of their own. At least one token was sampled
     unless the rollout failed.
 
     Raises `ValidationError` naming field, index and value.
@@ -152,13 +154,14 @@ class Trajectory:
     termination: Termination
     temperature: float
     turn_rewards: tuple[tuple[int, int, float], ...] = ()
+    after: tuple[tuple[int, int], ...] = ()
     fingerprints: dict[int, str] = field(default_factory=dict)
     timings_s: dict[str, float] = field(default_factory=dict)
     metadata: dict[str, Metadata] = field(default_factory=dict)
     sidecars: dict[str, NDArray[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("segments", "turn_rewards"):
+        for name in ("segments", "turn_rewards", "after"):
             value = getattr(self, name)
             if not isinstance(value, tuple):
                 if not isinstance(value, list):

@@ -89,6 +89,9 @@ def reseal(header: bytes) -> bytes:
 def test_everything_survives():
     sent = sample()
     same(decode(*encode(sent)), sent)
+    of_agent = sample(after=tuple((3 - i, -1) for i in range(len(sent.segments))))
+    same(decode(*encode(of_agent)), of_agent)
+    assert decode(*encode(of_agent)).after == of_agent.after and decode(*encode(sent)).after == ()
     failed = sample(segments=0, reward=None, termination=Termination("failed", "env:reset"))
     same(decode(*encode(failed)), failed)
 
@@ -246,7 +249,7 @@ def test_sizes_and_formats_are_named():
     with pytest.raises(WireError, match=r"header: 2000000 bytes, at most 1048576"):
         decode(b"\0" * 2_000_000, payload)
     fields = msgpack.unpackb(header, strict_map_key=False)
-    with pytest.raises(WireError, match="format: 3, this build reads 1"):
+    with pytest.raises(WireError, match="format: 3, this build reads 1 and 2"):
         decode(msgpack.packb({**fields, "format": 3}), payload)
     for foreign in (b"", b"\x80", b"{}", b"hello", msgpack.packb({"magic": "other"}), msgpack.packb([1, 2])):
         with pytest.raises(WireError, match="not a trajectory of sao"):

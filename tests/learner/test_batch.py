@@ -149,3 +149,21 @@ def test_the_checksum_sees_every_array(rng):
     earned = [(np.array([1]), np.array([reward], dtype=np.float32)) for reward in (0.5, 1.0)]
     changed += [replace(batch, turn_rewards=one) for one in earned]
     assert len({batch.checksum(), *(other.checksum() for other in changed)}) == 1 + len(changed) == 13
+
+
+def test_what_comes_after_a_segment_is_passed_over_what_is_left_out(rng):
+    first, summary, last = (
+        make_segment(rng, [(2, 3)]),
+        make_segment(rng, [(2, 4)], kind="summary"),
+        make_segment(rng, [(2, 5)]),
+    )
+    other = make_trajectory(rng, [first, last], after=((0, -1), (2, -1)))
+    batch = flatten([make_trajectory(rng, [first, summary, last]), other], 0)
+    assert batch.later_actions.tolist() == [9, 5, 0, 0, 2]
+    assert batch.next_segment.tolist() == [1, 2, -1, -1, -1]
+    assert batch.ends.tolist() == [
+        batch.segment_offsets[3],
+        batch.segment_offsets[4],
+    ]  # the other one's was opened first
+    without = flatten([make_trajectory(rng, [first, summary, last]), other], 0, summaries=False)
+    assert without.later_actions.tolist() == [5, 0, 0, 2] and without.next_segment.tolist() == [1, -1, -1, -1]

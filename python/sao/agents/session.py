@@ -23,6 +23,7 @@ from typing import get_args
 
 import numpy as np
 
+from sao.agents import order
 from sao.agents.history import Found, History, Point
 from sao.agents.request import (
     ApiError,
@@ -116,6 +117,8 @@ class AgentSession:
         self._asked: dict[bytes, Asked] = {}
         self._main: tuple[Conversation, str] | None = None
         self._names: dict[SegmentBuilder, str] = {}
+        self._sampled: list[order.Sampled] = []
+        self._numbers: dict[Point, int] = {}  # of turns, in that list
         self._n_calls = self._n_counts = 0
         self._began = time.perf_counter()
         self._counts = dict.fromkeys(("agent_drift", "agent_rewritten"), 0)
@@ -181,7 +184,7 @@ class AgentSession:
         limit = min(room, config.sampling.max_response_tokens, call.max_tokens or room)
         segment = self._continued(prompt)
         stopper = Stopper(recorder.renderer.decode, call.stops, watch) if call.stops else None
-        lane = self._lanes.take(segment)
+        lane, asked = self._lanes.take(segment), len(self._sampled)
         if segment is not None:
             self._busy.add(segment)
         try:
@@ -195,10 +198,14 @@ class AgentSession:
             if segment is not None:
                 self._busy.discard(segment)
         assert wrote is not None
+        number, place = len(self._sampled), recorder.builders.index(wrote)
+        same = hashlib.blake2b(prompt.ids.tobytes(), digest_size=16).digest()
+        behind = None if prompt.point is None else self._numbers[prompt.point]
+        self._sampled.append(order.Sampled(place, completion.token_ids.size, asked, same, behind))
         self._lanes.give_back(lane, wrote)
         self._names.setdefault(wrote, self._name(call))
         turn = self._read(call, completion.token_ids, completion.logprobs, completion.stop_reason, prompt.ids, stopper)
-        self._history.add(prompt.place, wrote, (*prompt.messages, turn.message), turn)
+        self._numbers[self._history.add(prompt.place, wrote, (*prompt.messages, turn.message), turn)] = number
         return turn
 
     async def prompt_tokens(self, call: ModelCall) -> int:
@@ -215,7 +222,7 @@ class AgentSession:
         times["step"] = max(0.0, time.perf_counter() - self._began - times["generate"])
         names = ",".join(self._names.get(segment, "main") for segment in self.recorder.builders)
         metadata: dict[str, Metadata] = {**self._counts, "agent_segments": names, "agent_erred": int(self.erred)}
-        return self.recorder.trajectory(termination, reward, metadata=metadata)
+        return self.recorder.trajectory(termination, reward, metadata=metadata, after=order.after(self._sampled))
 
     def _check_open(self) -> None:
         if self.closed or self.fault is not None:

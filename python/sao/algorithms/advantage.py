@@ -19,6 +19,10 @@ Across context compactions (CompactionRL, arXiv 2607.05378), `cross_segment`:
   first action token of a segment follows the last of the one before. Targets are those of the chain.
 * `none` - as `paper` without the factor.
 
+Where segments are not in order in time (an agent's conversations interleave), `after` says how many action tokens were
+sampled after each one, which is N, and which segment goes on behind it: `chained` follows these, and the reward comes
+at the end of each chain.
+
 Turn rewards are added at their own action tokens and act like any reward from there backwards: within their segment for
 `paper` (sharing its factor) and `none`, along the chain for `chained`.
 """
@@ -49,6 +53,7 @@ def advantages(
     skip_observations: bool = True,
     bootstrap: Any = None,
     turn_rewards: tuple[Any, Any] | None = None,
+    after: tuple[Any, Any] | None = None,
 ) -> tuple[Array, Array, npt.NDArray[np.float64]]:
     """Advantages and critic targets of every action token; see the module for the equations.
 
@@ -70,6 +75,9 @@ def advantages(
             (naive GAE, for ablations); the values there are read then. L and N still count action tokens.
         bootstrap: float [t], value after the last action token of each trajectory (0 unless truncated), or None.
         turn_rewards: (integer [m] indices into the n tokens, float [m] rewards), each at an action token.
+        after: (integer [s] action tokens sampled after the last one of each segment, integer [s] the segment that goes
+            on behind it, later in the same trajectory, or -1): segments that are not in order, as an agent's. None: N
+            counts all later segments, and each goes on in the next one.
 
     Returns:
         advantages float32 [n], targets float32 [n] (both 0 where the mask is false; torch tensors if `values` is one),
@@ -99,6 +107,7 @@ def advantages(
             _array("turn_rewards[0]", turn_rewards[0], np.int64),
             _array("turn_rewards[1]", turn_rewards[1], np.float32),
         ),
+        after=after and (_array("after[0]", after[0], np.int64), _array("after[1]", after[1], np.int64)),
     )
     if as_torch:
         torch = sys.modules["torch"]

@@ -43,6 +43,8 @@ class Batch:
     summary: NDArray[np.bool_]  # [S], whether the segment is a summary
     sampled_tokens: int  # of all trajectories, also those of summaries that are left out
     turn_rewards: tuple[NDArray[np.int64], NDArray[np.float32]]  # flat positions and rewards
+    later_actions: NDArray[np.int64]  # [S], action tokens sampled after the last one of each segment
+    next_segment: NDArray[np.int64]  # [S], the segment that goes on behind it, -1: none
 
     @property
     def n_trajectories(self) -> int:
@@ -63,6 +65,15 @@ class Batch:
     def segment_of_token(self) -> NDArray[np.int64]:
         """Index of the segment of each token, int64[N]."""
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
+
+    @property
+    def ends(self) -> NDArray[np.int64]:
+        """Flat index behind the segment of each trajectory in which a token was sampled last, int64[T]."""
+        last = self.trajectory_offsets[1:] - 1
+        final = np.flatnonzero(self.later_actions == 0)
+        owners = np.repeat(np.arange(self.n_trajectories), np.diff(self.trajectory_offsets))[final]
+        np.maximum.at(found := np.full_like(last, -1), owners, final)
+        return self.segment_offsets[np.where(found < 0, last, found) + 1]
 
     def checksum(self) -> int:
         """CRC-32 over all arrays, to compare between ranks."""
@@ -133,6 +144,7 @@ def flatten(
             f"trajectory {trajectories[number].id.hex()}: segments[{index}].token_ids[{flat - segment_offsets[row]}]:"
             f" {token_ids[flat]} is not in the model's vocabulary, 0 to {vocabulary - 1}"
         )
+    later_actions, next_segment = _after(trajectories, kept)
     return Batch(
         token_ids=token_ids,
         action_mask=np.concatenate([segment.action_mask for segment in segments]).astype(np.bool_),
@@ -148,7 +160,29 @@ def flatten(
         turn_rewards=_turn_rewards(trajectories, dict(zip(kept, segment_offsets.tolist(), strict=False))),
         summary=np.array([segment.kind == "summary" for segment in segments], dtype=np.bool_),
         sampled_tokens=sum(t.n_actions for t in trajectories),
+        later_actions=later_actions,
+        next_segment=next_segment,
     )
+
+
+def _after(
+    trajectories: Sequence[Trajectory], kept: Sequence[tuple[int, int]]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """`Trajectory.after` of the segments that are kept; those that are left out are no future, and are passed over."""
+    places = {pair: place for place, pair in enumerate(kept)}
+    later, following = [], []
+    for number, t in enumerate(trajectories):
+        counts = [segment.n_actions for segment in t.segments]
+        n = len(counts)
+        after = t.after or [(sum(counts[i + 1 :]), i + 1 if i + 1 < n else -1) for i in range(n)]
+        for index in (index for index in range(n) if (number, index) in places):
+            actions, behind = after[index]
+            actions -= sum(counts[i] for i in range(index + 1, n) if (number, i) not in places)
+            while behind != -1 and (number, behind) not in places:
+                behind = after[behind][1]
+            later.append(actions)
+            following.append(-1 if behind == -1 else places[number, behind])
+    return np.array(later, dtype=np.int64), np.array(following, dtype=np.int64)
 
 
 def _offsets(counts: Any) -> NDArray[np.int64]:

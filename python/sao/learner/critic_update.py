@@ -109,9 +109,8 @@ class CriticUpdate:
             found = self.world.total(after).cpu().numpy()
         bootstrap = None
         if self.bootstraps:
-            ends = batch.segment_offsets[batch.trajectory_offsets[1:]]
             cut = batch.truncated if algorithm.bootstrap_truncated else batch.timed_out
-            bootstrap = np.where(cut, found[ends], np.float32(0.0))
+            bootstrap = np.where(cut, found[batch.ends], np.float32(0.0))
         return found[:-1], bootstrap
 
     def _returns(self, work: Work) -> Floats:
@@ -135,4 +134,5 @@ class CriticUpdate:
                 skip_observations=algorithm.skip_observations,
                 bootstrap=bootstrap,
                 turn_rewards=batch.turn_rewards,
+                after=(batch.later_actions, batch.next_segment),
             )

@@ -159,6 +159,7 @@ class Recorder:
         reward: float,
         turn_rewards: Sequence[tuple[int, int, float]] = (),
         metadata: Mapping[str, Metadata] | None = None,
+        after: tuple[tuple[int, int], ...] = (),
     ) -> Trajectory:
         """The rollout as it is; nothing may be sampled behind it. `metadata`: what whoever played it adds."""
         config, task = self.config, self.assignment
@@ -173,6 +174,7 @@ class Recorder:
             termination=termination,
             temperature=self.temperature,
             turn_rewards=tuple(turn_rewards),
+            after=after,
             fingerprints=self._fingerprints,
             timings_s=self.timings_s,
             metadata={

@@ -42,6 +42,7 @@ fn gae() {
         trajectory_offsets: &firsts,
         rewards: &[1.0; 8],
         bootstrap: None,
+        after: None,
         turn_rewards: (&[], &[]),
     };
     let parameters = Parameters {
@@ -86,6 +87,7 @@ fn wire(decoding: bool) {
         reason: String::new(),
         temperature: 1.0,
         turn_rewards: Vec::new(),
+        after: Vec::new(),
         fingerprints: vec![(3, "0".repeat(32))],
         timings_s: Vec::new(),
         metadata: Vec::new(),

@@ -8,14 +8,14 @@ use multiversion::multiversion;
 
 use crate::{Error, Result};
 
-/// How credit crosses the cuts between the segments of one trajectory.
+/// How credit crosses the cuts between the segments of one trajectory. What of it comes later: [`Batch::after`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CrossSegment {
     /// Every segment ends with the trajectory's reward and bootstrap; its advantages are then multiplied by
-    /// `(gamma * lambda)^N`, `N` action tokens in later segments (`CompactionRL` Eq. 13-14).
+    /// `(gamma * lambda)^N`, `N` action tokens that were sampled later, in other segments (`CompactionRL` Eq. 13-14).
     Paper,
-    /// The segments form one chain: the reward comes once, at the last action token of the trajectory, and the value
-    /// of the first action token of the next segment follows the last of this one.
+    /// The segments form chains, mostly one: the reward comes once, at the last action token of the chain, and the
+    /// value of the first action token of the next segment follows the last of this one.
     Chained,
     /// As `Paper` without the factor.
     Independent,
@@ -74,6 +74,9 @@ pub struct Batch<'a> {
     pub rewards: &'a [f32],
     /// Value after the last action token of each trajectory; none: 0.
     pub bootstrap: Option<&'a [f32]>,
+    /// For each segment the action tokens that were sampled after its last one, and the segment that goes on behind it
+    /// (-1: none); none: the action tokens of all later segments, and the next one.
+    pub after: Option<(&'a [i64], &'a [i64])>,
     /// Tokens that earn a reward of their own, and those rewards; added to the trajectory's.
     pub turn_rewards: (&'a [i64], &'a [f32]),
 }
@@ -214,7 +217,19 @@ impl<'a> Walk<'a> {
             ..self.batch.trajectory_offsets[self.trajectory + 1] as usize;
         let mut later_actions = 0;
         let mut ended = false;
+        let first = segments.start;
+        // At the start of each segment of a trajectory that is not in order: what goes on there, if anything does.
+        let mut starts = self.batch.after.map(|_| vec![None; segments.len()]);
         for segment in segments.rev() {
+            if let (Some(starts), Some((later, next))) = (&mut starts, self.batch.after) {
+                later_actions = later[segment] as usize;
+                let behind: Option<[f64; 3]> = usize::try_from(next[segment])
+                    .ok()
+                    .and_then(|next| starts[next - first]);
+                ended = behind.is_some();
+                [self.next_value, self.carry, self.critic_carry] = behind.unwrap_or_default();
+                starts[segment - first] = behind;
+            }
             let from = self.batch.segment_offsets[segment] as usize;
             let to = self.batch.segment_offsets[segment + 1] as usize;
             let mask = &self.batch.action_mask[from..to];
@@ -236,6 +251,9 @@ impl<'a> Walk<'a> {
             let last_turn = turns.partition_point(|&(token, _)| token < to);
             later_actions +=
                 self.segment(from, from + last + 1, reward, &turns[first_turn..last_turn])?;
+            if let Some(starts) = &mut starts {
+                starts[segment - first] = Some([self.next_value, self.carry, self.critic_carry]);
+            }
         }
         Ok(())
     }
@@ -527,6 +545,7 @@ fn check(
         batch.trajectory_offsets,
         batch.segment_offsets.len() - 1,
     )?;
+    check_after(batch)?;
     let count = batch.trajectory_offsets.len() - 1;
     check_finite("rewards", batch.rewards, count)?;
     if let Some(bootstrap) = batch.bootstrap {
@@ -553,6 +572,33 @@ fn check(
         }
         _ => Ok(()),
     }
+}
+
+fn check_after(batch: &Batch<'_>) -> Result<()> {
+    let Some((later, next)) = batch.after else {
+        return Ok(());
+    };
+    let segments = batch.segment_offsets.len() - 1;
+    for (name, len) in [("after[0]", later.len()), ("after[1]", next.len())] {
+        if len != segments {
+            return fail(format!("{name}: {len} entries for {segments} segments"));
+        }
+    }
+    if let Some(at) = later.iter().position(|&later| later < 0) {
+        return fail(format!("after[0][{at}]: {} is negative", later[at]));
+    }
+    for ends in batch.trajectory_offsets.windows(2) {
+        for at in ends[0]..ends[1] {
+            let next = next[at as usize];
+            if next != -1 && !(at + 1..ends[1]).contains(&next) {
+                return fail(format!(
+                    "after[1][{at}]: {next} is neither -1 nor a later segment of the trajectory, which ends at {}",
+                    ends[1]
+                ));
+            }
+        }
+    }
+    Ok(())
 }
 
 fn check_offsets(name: &str, offsets: &[i64], end: usize) -> Result<()> {

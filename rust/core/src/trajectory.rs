@@ -104,6 +104,15 @@ pub struct TurnReward {
     pub reward: f64,
 }
 
+/// What was sampled after a segment's last action token, where segments do not follow each other in order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct After {
+    /// Action tokens that count as its future.
+    pub actions: i64,
+    /// Index of the segment that goes on behind it; -1: none does.
+    pub next: i64,
+}
+
 /// A value of the free metadata.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Meta {
@@ -142,6 +151,8 @@ pub struct Trajectory<'a> {
     pub temperature: f64,
     /// In order of (segment, position), no position twice.
     pub turn_rewards: Vec<TurnReward>,
+    /// One for each segment; empty: each goes on in the next one.
+    pub after: Vec<After>,
     /// Policy version -> fingerprint of its weights.
     pub fingerprints: Vec<(i64, String)>,
     /// Durations in seconds.
@@ -404,6 +415,7 @@ impl Trajectory<'_> {
             ));
         }
         self.check_turn_rewards()?;
+        self.check_after(actions)?;
         check_keys("fingerprints", &self.fingerprints)?;
         for (version, text) in &self.fingerprints {
             if *version < 0 || text.is_empty() {
@@ -449,6 +461,26 @@ impl Trajectory<'_> {
             )),
             _ => Ok(()),
         }
+    }
+
+    fn check_after(&self, actions: usize) -> Result<()> {
+        let segments = self.segments.len();
+        if !self.after.is_empty() && self.after.len() != segments {
+            return fault(format!(
+                "after: {} entries for {segments} segments; expected one for each, or none",
+                self.after.len()
+            ));
+        }
+        for (index, after) in self.after.iter().enumerate() {
+            let name = || format!("after[{index}]: ({}, {})", after.actions, after.next);
+            if usize::try_from(after.actions).map_or(true, |later| later > actions) {
+                return fault(format!("{}: expected 0 to {actions} action tokens", name()));
+            }
+            if after.next != -1 && !(index as i64 + 1..segments as i64).contains(&after.next) {
+                return fault(format!("{}: expected a later segment, or -1", name()));
+            }
+        }
+        Ok(())
     }
 
     fn check_turn_rewards(&self) -> Result<()> {

@@ -11,13 +11,15 @@ use crate::msgpack::{bad, wire, Reader};
 use crate::rules::sealed;
 use crate::sidecar::{self, Sidecar, MAX_SIDECARS};
 use crate::trajectory::{
-    Counts, Meta, Segment, SegmentKind, Span, TerminationKind, Trajectory, TurnReward,
+    After, Counts, Meta, Segment, SegmentKind, Span, TerminationKind, Trajectory, TurnReward,
 };
 
 /// First value of every header.
 pub const MAGIC: &str = "sao-trajectory";
-/// The format that this build writes and reads.
+/// The format of a trajectory whose segments go on in order.
 pub const FORMAT: u64 = 1;
+/// The format of one that says what is sampled after each: it has the field `after`.
+pub const FORMAT_AFTER: u64 = 2;
 /// Longest header, bytes.
 pub const MAX_HEADER_BYTES: usize = 1 << 20;
 /// Longest payload unless the caller says otherwise, bytes.
@@ -146,7 +148,7 @@ fn write_header(
         )));
     }
     let mut reader = Reader(&out);
-    let found = reader.open().map(|()| out.len() - reader.0.len() + 1);
+    let found = reader.open().map(|_| out.len() - reader.0.len() + 1);
     let at = found.unwrap_or(0); // never: the header was just written
     let crc = header_crc(&out, at);
     out[at..at + 4].copy_from_slice(&crc.to_be_bytes());
@@ -168,11 +170,12 @@ fn put_header(
     crcs: &[[u32; 3]],
     payload_bytes: usize,
 ) -> Put {
-    put::write_map_len(out, FIELDS)?;
+    let more = !t.after.is_empty();
+    put::write_map_len(out, FIELDS + u32::from(more))?;
     put::write_str(out, "magic")?;
     put::write_str(out, MAGIC)?;
     put::write_str(out, "format")?;
-    put::write_uint(out, FORMAT)?;
+    put::write_uint(out, if more { FORMAT_AFTER } else { FORMAT })?;
     put::write_str(out, "crc32c")?;
     put::write_u32(out, 0)?; // filled in when the rest is known
     put::write_str(out, "payload_bytes")?;
@@ -209,6 +212,15 @@ fn put_header(
         put::write_sint(out, turn.segment)?;
         put::write_sint(out, turn.position)?;
         put::write_f64(out, turn.reward)?;
+    }
+    if more {
+        put::write_str(out, "after")?;
+        put::write_array_len(out, t.after.len() as u32)?;
+        for after in &t.after {
+            put::write_array_len(out, 2)?;
+            put::write_sint(out, after.actions)?;
+            put::write_sint(out, after.next)?;
+        }
     }
     put::write_str(out, "fingerprints")?;
     put::write_map_len(out, t.fingerprints.len() as u32)?;
@@ -479,7 +491,7 @@ fn read_header(header: &[u8], limits: Limits) -> Result<Header> {
         ));
     }
     let mut reader = Reader(header);
-    reader.open()?;
+    let format = reader.open()?;
     let at = header.len() - reader.0.len() + 1; // behind the marker of the number
     let expected = reader.crc()?;
     if header_crc(header, at) != expected {
@@ -495,7 +507,7 @@ fn read_header(header: &[u8], limits: Limits) -> Result<Header> {
             limits.max_bytes
         ));
     }
-    let mut trajectory = reader.fields()?;
+    let mut trajectory = reader.fields(format)?;
     let counts = trajectory.1;
     let announced;
     (trajectory.0.sidecars, announced) = reader.sidecars(limits.max_bytes - payload_bytes)?;
@@ -539,8 +551,8 @@ fn read_header(header: &[u8], limits: Limits) -> Result<Header> {
 }
 
 impl Reader<'_> {
-    /// Reads up to the checksum.
-    fn open(&mut self) -> Result<()> {
+    /// Reads up to the checksum; gives the format.
+    fn open(&mut self) -> Result<u64> {
         let foreign = || Error::Wire("header: not a trajectory of sao".into());
         let length = rmp::decode::read_map_len(&mut self.0).map_err(|_| foreign())?;
         self.key("magic").map_err(|_| foreign())?;
@@ -549,13 +561,20 @@ impl Reader<'_> {
         }
         self.key("format")?;
         let format = self.int("format")?;
-        if u64::try_from(format) != Ok(FORMAT) {
-            return wire(format!("format: {format}, this build reads {FORMAT}"));
+        let (format, fields) = match u64::try_from(format) {
+            Ok(FORMAT) => (FORMAT, FIELDS),
+            Ok(FORMAT_AFTER) => (FORMAT_AFTER, FIELDS + 1),
+            _ => {
+                return wire(format!(
+                    "format: {format}, this build reads {FORMAT} and {FORMAT_AFTER}"
+                ))
+            }
+        };
+        if length != fields {
+            return wire(format!("header: {length} fields, expected {fields}"));
         }
-        if length != FIELDS {
-            return wire(format!("header: {length} fields, expected {FIELDS}"));
-        }
-        self.key("crc32c")
+        self.key("crc32c")?;
+        Ok(format)
     }
 
     fn crc(&mut self) -> Result<u32> {
@@ -563,7 +582,7 @@ impl Reader<'_> {
             .map_err(|_| Error::Wire("crc32c: not a 32-bit unsigned integer".into()))
     }
 
-    fn fields(&mut self) -> Result<(Trajectory<'static>, Counts)> {
+    fn fields(&mut self, format: u64) -> Result<(Trajectory<'static>, Counts)> {
         self.key("id")?;
         let id = self.id()?;
         self.key("task_ordinal")?;
@@ -601,6 +620,20 @@ impl Reader<'_> {
                 reward: self.float("turn_rewards")?,
             });
         }
+        let mut after = Vec::new();
+        if format == FORMAT_AFTER {
+            self.key("after")?;
+            for _ in 0..self.any_array("after")? {
+                self.array("after", 2)?;
+                after.push(After {
+                    actions: self.int("after")?,
+                    next: self.int("after")?,
+                });
+            }
+            if after.is_empty() {
+                return wire("after: empty; format 2 is for trajectories that have it".into());
+            }
+        }
         self.key("fingerprints")?;
         let fingerprints = self.map("fingerprints", |r| {
             Ok((r.int("fingerprints")?, r.text("fingerprints")?.to_owned()))
@@ -624,6 +657,7 @@ impl Reader<'_> {
             reason,
             temperature,
             turn_rewards,
+            after,
             fingerprints,
             timings_s,
             metadata,

@@ -101,6 +101,7 @@ proptest! {
             trajectory_offsets: &first,
             rewards: &rewards,
             bootstrap: Some(&bootstrap),
+            after: None,
             turn_rewards: (&[], &[]),
         };
         let before = if clear { f32::NAN } else { 0.0 };
@@ -123,6 +124,7 @@ fn the_first_wrong_value_is_named() {
         trajectory_offsets: &[0, 1, 2, 3],
         rewards: &[0.0; 3],
         bootstrap: None,
+        after: None,
         turn_rewards: (&[], &[]),
     };
     let (mut out, mut targets) = ([0.0; 5], [0.0; 5]);

@@ -4,7 +4,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use sao_core::layout::ALIGNMENT;
 use sao_core::trajectory::{
-    Meta, Segment, SegmentKind, Span, TerminationKind, Trajectory, TurnReward,
+    After, Meta, Segment, SegmentKind, Span, TerminationKind, Trajectory, TurnReward,
 };
 use sao_core::wire::{decode, encode, summary, Limits, MAX_HEADER_BYTES};
 use sao_core::Error;
@@ -66,6 +66,7 @@ fn trajectory(segments: &[Owned]) -> Trajectory<'_> {
         reason: "max_turns".into(),
         temperature: 1.0,
         turn_rewards: Vec::new(),
+        after: Vec::new(),
         fingerprints: vec![(3, "ab".into())],
         timings_s: vec![("total".into(), 1.5)],
         metadata: vec![
@@ -200,6 +201,46 @@ fn every_flipped_bit_is_found() {
 }
 
 #[test]
+fn what_comes_after_a_segment_is_a_format_of_its_own_and_is_checked() {
+    let segments = two();
+    let mut sent = trajectory(&segments);
+    let (plain, _) = encode(&sent).unwrap();
+    let at = plain.windows(6).position(|w| w == b"format").unwrap() + 6;
+    assert_eq!(plain[at], 1); // as before there was another one
+    sent.after = vec![
+        After {
+            actions: 5,
+            next: 1,
+        },
+        After {
+            actions: 0,
+            next: -1,
+        },
+    ];
+    let (header, payload) = encode(&sent).unwrap();
+    assert_eq!(header[at], 2);
+    let (got, _) = decode(&header, &payload, Limits::default()).unwrap();
+    assert_eq!(got, sent);
+    for (index, actions, next, words) in [
+        (0, 77, 1, "expected 0 to 76 action tokens"),
+        (0, -1, 1, "expected 0 to 76 action tokens"),
+        (1, 0, 1, "expected a later segment, or -1"),
+        (0, 0, 2, "expected a later segment, or -1"),
+    ] {
+        let mut wrong = sent.clone();
+        wrong.after[index] = After { actions, next };
+        let text = encode(&wrong).unwrap_err().to_string();
+        assert!(
+            text.contains(&format!("after[{index}]: ({actions}, {next}): {words}")),
+            "{text}"
+        );
+    }
+    sent.after.pop();
+    let text = encode(&sent).unwrap_err().to_string();
+    assert!(text.contains("after: 1 entries for 2 segments"), "{text}");
+}
+
+#[test]
 fn foreign_bytes_other_formats_and_sizes_are_named() {
     let segments = two();
     let (header, payload) = encode(&trajectory(&segments)).unwrap();
@@ -211,7 +252,7 @@ fn foreign_bytes_other_formats_and_sizes_are_named() {
     newer[at] = 9;
     assert_eq!(
         wire_text(decode(&newer, &payload, limits)),
-        "format: 9, this build reads 1"
+        "format: 9, this build reads 1 and 2"
     );
     let mut longer = header.clone();
     longer.push(0xc0);

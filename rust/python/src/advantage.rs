@@ -21,6 +21,7 @@ type Outputs<'py> = (
     Bound<'py, PyArray1<f32>>,
     Bound<'py, PyArray1<f64>>,
 );
+type After<'py> = (PyReadonlyArray1<'py, i64>, PyReadonlyArray1<'py, i64>);
 type Turns<'py> = (PyReadonlyArray1<'py, i64>, PyReadonlyArray1<'py, f32>);
 
 /// An array that is 0, or one of whatever was in the memory, if every element of it is written anyway.
@@ -35,7 +36,8 @@ fn output(py: Python<'_>, tokens: usize, written: bool) -> PyResult<Bound<'_, Py
 #[pyfunction]
 #[pyo3(signature = (
     values, action_mask, segment_offsets, trajectory_offsets, rewards, *, gamma, lambda_policy, lambda_alpha,
-    lambda_critic, cross_segment="paper", skip_observations=true, bootstrap=None, turn_rewards=None
+    lambda_critic, cross_segment="paper", skip_observations=true, bootstrap=None, turn_rewards=None,
+    after=None
 ))]
 #[allow(clippy::too_many_arguments, clippy::needless_pass_by_value)] // arguments of the Python function
 fn advantages<'py>(
@@ -52,6 +54,7 @@ fn advantages<'py>(
     skip_observations: bool,
     bootstrap: Option<&Bound<'py, PyAny>>,
     turn_rewards: Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)>,
+    after: Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)>,
 ) -> PyResult<Outputs<'py>> {
     let py = values.py();
     let parameters = Parameters {
@@ -87,6 +90,10 @@ fn advantages<'py>(
         Some((at, of)) => Some((array("turn_rewards[0]", at)?, array("turn_rewards[1]", of)?)),
         None => None,
     };
+    let after: Option<After<'py>> = match &after {
+        Some((later, next)) => Some((array("after[0]", later)?, array("after[1]", next)?)),
+        None => None,
+    };
     let batch = Batch {
         values: values.as_slice()?,
         action_mask: action_mask.as_slice()?,
@@ -97,6 +104,10 @@ fn advantages<'py>(
             .as_ref()
             .map(|values| values.as_slice())
             .transpose()?,
+        after: match &after {
+            Some((later, next)) => Some((later.as_slice()?, next.as_slice()?)),
+            None => None,
+        },
         turn_rewards: match &turns {
             Some((at, of)) => (at.as_slice()?, of.as_slice()?),
             None => (&[], &[]),

@@ -219,6 +219,11 @@ pub fn trajectory<'py>(
         intern!(py, "turn_rewards"),
         PyTuple::new(py, turns.collect::<Vec<_>>())?.into_any(),
     )?;
+    let after = from.after.iter().map(|after| (after.actions, after.next));
+    put(
+        intern!(py, "after"),
+        PyTuple::new(py, after.collect::<Vec<_>>())?.into_any(),
+    )?;
     put(intern!(py, "fingerprints"), fingerprints.into_any())?;
     put(intern!(py, "timings_s"), timings.into_any())?;
     put(intern!(py, "metadata"), metadata.into_any())?;

@@ -9,7 +9,7 @@ use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyMemoryView, PyStrin
 use sao_core::layout::Place;
 use sao_core::sidecar::{Sidecar, MAX_SIDECARS};
 use sao_core::trajectory::{
-    Meta, Segment, SegmentKind, Span, TerminationKind, Trajectory, TurnReward,
+    After, Meta, Segment, SegmentKind, Span, TerminationKind, Trajectory, TurnReward,
 };
 use sao_core::wire::{self, Limits};
 
@@ -275,6 +275,11 @@ pub fn extract<'a>(object: &Bound<'_, PyAny>, buffers: &'a Arrays) -> PyResult<T
             reward,
         })
         .collect();
+    let after: Vec<(i64, i64)> = get(object, "after", "a tuple of (action tokens, segment)")?;
+    let after = after
+        .into_iter()
+        .map(|(actions, next)| After { actions, next })
+        .collect();
     Ok(Trajectory {
         id,
         task_ordinal: get(object, "task_ordinal", "a 64-bit integer")?,
@@ -286,6 +291,7 @@ pub fn extract<'a>(object: &Bound<'_, PyAny>, buffers: &'a Arrays) -> PyResult<T
         reason: get(&termination, "reason", "text")?,
         temperature: get(object, "temperature", "a number")?,
         turn_rewards,
+        after,
         fingerprints: entries(object, "fingerprints", "a policy version: text", |v| {
             v.extract().ok()
         })?,
