@@ -14,6 +14,7 @@ each segment whether it is of the main conversation (instructions and tools of t
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import secrets
 import time
