@@ -97,7 +97,7 @@ def test_a_function_that_leaves_the_process_or_blocks_is_the_calls_own_matter() 
     assert asyncio.run(main()) == ["error: SystemExit: 2", "late"]
 
 
-@pytest.mark.parametrize("function", [undefined, _positional, lambda *x: x], ids=str)
+@pytest.mark.parametrize("function", [undefined, _positional, lambda *x: x], ids=["undefined", "positional", "star"])
 def test_functions_that_no_call_can_name_arguments_of_are_refused(function: Any) -> None:
     function.__name__ = "f"
     with pytest.raises(ConfigError, match="tools: f: no schema of its parameters"):
