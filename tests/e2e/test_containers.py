@@ -18,7 +18,7 @@ container = importlib.util.module_from_spec(spec)
 sys.modules["container"] = container
 spec.loader.exec_module(container)
 
-QUICK = ("no-proc", "tmp-read-only", "files-32", "cgroup2-memory", "pid-1-sigterm")
+QUICK = ("no-proc", "tmp-read-only", "files-32", "cgroup2-memory")
 pytestmark = pytest.mark.skipif(
     shutil.which("bwrap") is None
     or subprocess.run(

@@ -119,6 +119,7 @@ def test_a_disk_that_is_full_is_said_and_training_goes_on(tmp_path, tiny_model):
     assert len(records(tmp_path, "step")) == 6
 
 
+@pytest.mark.slow
 def test_when_the_last_checkpoint_cannot_be_saved_the_run_has_failed(tmp_path, tiny_model):
     values = {"folder": str(tmp_path), "model": str(tiny_model), "seed": 3, "steps": 4, "every": 2}
     (tmp_path / "run.toml").write_text(RUN.format(**values, order="completion"))

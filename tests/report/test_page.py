@@ -13,8 +13,8 @@ from report.browser import Browser
 from typer.testing import CliRunner
 
 from sao.cli import app
-from sao.errors import ConfigError
-from sao.report import page
+from sao.errors import ConfigError, StorageError
+from sao.report import course, page
 
 TABS = ("course", "time", "config", "rollouts")
 needs_browser = pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
@@ -214,8 +214,44 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
         page.write([tmp_path], tmp_path / "report.html")
     assert CliRunner().invoke(app, ["report", str(tmp_path / "nowhere")]).exit_code != 0
     with pytest.raises(ConfigError, match="9 runs, expected 1 to 8"):
-        page.write([tmp_path] * 9, tmp_path / "report.html")
+        page.write([tmp_path / str(n) for n in range(9)], tmp_path / "report.html")
     assert list(tmp_path.iterdir()) == []
+
+
+ODD = (
+    {"config.json": "[]"},
+    {"config.json": '{"run": {"name": "x", "seed": NaN}}'},
+    {"metrics.jsonl": '{"kind": "step", "time_s": 1}\n'},
+    {"metrics.jsonl": '{"kind": "step", "time_s": 1, "step": 1, "broker/survival_decile/0": NaN}\n'},
+    {"metrics.jsonl": '{"kind": "eval", "time_s": 1, "success": 1}\n'},
+)
+
+
+@pytest.mark.parametrize("files", ODD)
+def test_what_no_run_writes_is_refused_by_name(tmp_path: Path, files: dict[str, str]) -> None:
+    run = runs.make(tmp_path, "odd")
+    for name, text in files.items():
+        (run / name).write_text(text)
+    with pytest.raises(ConfigError):
+        page.write([run], tmp_path / "report.html")
+
+
+def test_odd_lines_and_a_place_that_is_none_are_no_faults_of_the_run(tmp_path: Path) -> None:
+    run = runs.make(tmp_path, "odd")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('7\n[]\n{"kind": "step"}\n{"kind": "step", "time_s": 5, "step": 31, "broker/lag_count/x": 1}\n{"ki')
+    text = page.write([run, run], tmp_path / "report.html").read_text(encoding="utf-8")
+    assert text.count('"name":"odd"') == 1, "a run that is named twice is one"
+    with pytest.raises(StorageError, match="cannot be written"):
+        page.write([run], run / "config.json" / "report.html")
+
+
+def test_many_steps_are_taken_together() -> None:
+    column = [float(n) for n in range(9001)]
+    (thin,) = course._thinned({"x": column}).values()
+    assert len(thin) == 1801 and thin[0] == 2.0 and thin[-1] == 9000.0
+    assert course._thinned({"x": column[:2000]}) == {"x": column[:2000]}
+    assert course._thinned({"x": [None] * 5000})["x"][0] is None
 
 
 def test_the_command_writes_beside_the_run(two: list[Path], tmp_path: Path) -> None:

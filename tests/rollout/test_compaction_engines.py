@@ -87,6 +87,7 @@ def test_segments_of_the_torch_engine(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.timeout(170)
+@pytest.mark.slow
 def test_segments_of_vllm_with_its_prefix_cache(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="needs the extra `vllm`")
     from sao.engines.vllm.engine import VllmEngine

@@ -14,6 +14,7 @@ from sao.telemetry import sinks
 from sao.telemetry.metrics import watched
 
 _EVENTS = 1000  # the newest ones that a page shows
+_POINTS = 2000  # of a curve; more steps are taken together
 _DIGITS = 5
 _CAUSES = "time/"  # seconds of the learner's step, by cause
 _NOT_CAUSES = ("time/step_s", "time/idle_share")
@@ -28,9 +29,14 @@ def read(run_folder: Path) -> dict[str, Any]:
     """
     try:
         values = json.loads((run_folder / "config.json").read_text(encoding="utf-8"))
-        records = sinks.read(run_folder / "metrics.jsonl")
+        return _course(run_folder, values, sinks.read(run_folder / "metrics.jsonl"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{run_folder}: holds no run: {error}") from None
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{run_folder}: holds what no run writes: {type(error).__name__}: {error}") from None
+
+
+def _course(run_folder: Path, values: Mapping[str, Any], records: Sequence[sinks.Record]) -> dict[str, Any]:
     every = sinks.surviving(records)
     steps = [record for record in every if record["kind"] == "step"]
     evals = [record for record in every if record["kind"] == "eval" and record.get("success") is not None]
@@ -45,9 +51,9 @@ def read(run_folder: Path) -> dict[str, Any]:
         "seconds": records[-1]["time_s"] - began if records else 0.0,
         "config": config,
         "defaults": {key: value for key, value in _flat(_defaults(values)) if config.get(key) != value},
-        "steps": _columns(steps, began, config),
+        "steps": _thinned(_columns(steps, began, config)),
         "evals": [[record["step"], *_rate(record["success"], record["n"])] for record in evals],
-        "shares": _shares(steps),
+        "shares": {process: _thinned(columns) for process, columns in _shares(steps).items()},
         "lag": _total(steps, "broker/lag_count/"),
         "survival": [last.get(f"broker/survival_decile/{tenth}") for tenth in range(10)],
         "dropped": counts(last, "broker/rollouts_dropped/"),
@@ -79,6 +85,19 @@ def _columns(steps: Sequence[sinks.Record], began: float, config: Mapping[str, A
     columns["learner_bound"] = [_short(_over(row["trained_per_s"], 1 - row["learner_idle"])) for row in rows]
     columns["generator_bound"] = [_short(_over(row["sampled_per_s"], 1 - row["generator_idle"])) for row in rows]
     return columns
+
+
+def _thinned(columns: Mapping[str, list[float | None]]) -> dict[str, list[float | None]]:
+    """Columns of at most `_POINTS` rows: means of steps that lie side by side."""
+    size = -(-max(map(len, columns.values()), default=0) // _POINTS)
+    return {name: _means(column, size) if size > 1 else column for name, column in columns.items()}
+
+
+def _means(column: Sequence[float | None], size: int) -> list[float | None]:
+    parts = (
+        [value for value in column[start : start + size] if value is not None] for start in range(0, len(column), size)
+    )
+    return [_short(sum(part) / len(part)) if part else None for part in parts]
 
 
 def _shares(steps: Sequence[sinks.Record]) -> dict[str, dict[str, list[float | None]]]:
@@ -119,7 +138,7 @@ def _total(steps: Iterable[sinks.Record], prefix: str) -> dict[str, int]:
     found = Counter[str]()
     for record in steps:
         found.update(counts(record, prefix))
-    return dict(sorted(found.items(), key=lambda item: int(item[0])))
+    return dict(sorted(found.items(), key=lambda item: int(item[0]) if item[0].isdecimal() else -1))
 
 
 def _over(value: float | None, by: float | None) -> float:

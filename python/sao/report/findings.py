@@ -25,8 +25,16 @@ def findings(steps: Sequence[Record], evals: Sequence[Record], ended: Record | N
     tenth = max(1, len(steps) // 10)
     begin, end = (_mean(part, "critic/explained_variance") for part in (steps[:tenth], steps[-tenth:]))
     if math.isfinite(end):
-        text = f"in the last steps it explains {end:.2f} of the variance of its targets, in the first {begin:.2f}"
+        text = f"in the last steps it explains {end:.2f} of the variance of the returns"
+        text += f", in the first {begin:.2f}" if math.isfinite(begin) else ""
         yield "Does the critic learn?", f"{text}; 0 is a constant's", _grade(-end, -0.2, 0)
+    else:
+        yield "Does the critic learn?", "there is none, or all rollouts of a batch ended alike", ""
+    cut, timed_out = (_mean(steps[-tenth:], f"rollout/{name}") for name in ("truncated", "timed_out"))
+    if cut > 0:
+        clock = f", {timed_out:.1%} by the wall clock" if timed_out > 0 else ""
+        text = f"in the last steps {cut:.1%} were cut short{clock}: see `end` in the table of rollouts"
+        yield "Do rollouts come to their end?", text, _grade(cut, 0.05, 0.3)
     actions, masked = (sum(record.get(f"tokens/{name}") or 0 for record in steps) for name in ("action", "masked"))
     share = masked / max(1, actions)
     text = f"{share:.1%} of the action tokens have no policy gradient"

@@ -319,8 +319,8 @@ function numbers([segment, i], name) {
 function paint() {
   const name = $("colour").value, tokens = [...document.querySelectorAll(".token")];
   const values = tokens.map((token) => (name === "none" ? null : numbers(token.at, name))), known = values.filter((one) => one !== null);
-  const centre = { ratio: 1 }[name] || 0, most = Math.max(...known.map((one) => Math.abs(one - centre)), 1e-12);
-  const two = ["advantage", "ratio", "gap"].includes(name), least = Math.min(...known), top = Math.max(...known);
+  const centre = { ratio: 1 }[name] || 0, least = known.reduce((a, b) => Math.min(a, b), Infinity), top = known.reduce((a, b) => Math.max(a, b), -Infinity);
+  const two = ["advantage", "ratio", "gap"].includes(name), most = Math.max(Math.abs(least - centre), Math.abs(top - centre), 1e-12);
   tokens.forEach((token, i) => {
     const value = values[i];
     if (value === null) token.style.background = name === "none" ? "" : "transparent";

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ def write(runs: Sequence[Path], target: Path, *, room_bytes: int = ROOM_BYTES) -
 
     Raises `ConfigError` for a folder without a run, `StorageError`, `ImportError` without the charting library.
     """
+    runs = list(dict.fromkeys(runs))
     if not 1 <= len(runs) <= _MAX_RUNS:
         raise ConfigError(f"RUN: {len(runs)} runs, expected 1 to {_MAX_RUNS}")
     found, pieces = [], []
@@ -44,7 +46,8 @@ def write(runs: Sequence[Path], target: Path, *, room_bytes: int = ROOM_BYTES) -
     except OSError as error:
         raise StorageError(f"{target}: cannot be written: {error.strerror}") from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
     return target
 
 
@@ -85,4 +88,7 @@ def _document(data: Mapping[str, Any], pieces: Sequence[Sequence[str | None]]) -
 
 def _json(data: Any) -> str:
     """JSON that cannot end the element it stands in."""
-    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    try:
+        return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    except ValueError as error:  # a configuration or record of others
+        raise ConfigError(f"RUN: {error}") from None

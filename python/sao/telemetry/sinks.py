@@ -232,11 +232,13 @@ def scalars(record: Record) -> dict[str, float]:
 
 
 def read(path: Path) -> list[Record]:
-    """Reads `metrics.jsonl`; a line that was cut off (by a kill, by a full disk) is left out."""
+    """Reads `metrics.jsonl`; a line that is no record (cut off by a kill, by a full disk) is left out."""
     records = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with suppress(ValueError):
-            records.append(json.loads(line))
+            found = json.loads(line)
+            if isinstance(found, dict) and "kind" in found and isinstance(found.get("time_s"), int | float):
+                records.append(found)
     return records
 
 
