@@ -147,16 +147,19 @@ def test_a_learner_that_is_asked_to_leave_ends_its_step_and_saves(by_hand: ByHan
     assert all(closes(step) for step in steps) and by_hand.leftovers() == []
 
 
+@pytest.mark.slow
 def test_a_killed_learner_comes_back_and_what_it_lost_is_made_again(by_hand: ByHand) -> None:
     """The same commands again are all that it takes; they begin the run, too."""
 
     def learner() -> None:
         by_hand.learner("--resume", folder="at-broker/r")
 
-    by_hand.broker("run.steps=14", "learner.save_every_steps=4", "--resume")
+    by_hand.broker("run.steps=14", "learner.save_every_steps=100", "--resume")
     learner()
     by_hand.generator()
     by_hand.until_step(6)
+    for process in psutil.Process(by_hand.processes["learner"].pid).children(recursive=True):
+        process.kill()  # first of all, since it saves when it only hears of its parent's end
     by_hand.processes["learner"].kill()
     by_hand.processes["learner"].wait()
     learner()
@@ -164,9 +167,9 @@ def test_a_killed_learner_comes_back_and_what_it_lost_is_made_again(by_hand: ByH
     by_hand.generator()
     assert by_hand.wait() == {"broker": 0, "learner": 0, "g0": 0}, by_hand.everything()
     (resumed,) = by_hand.records("resume")
-    assert resumed["step"] % 4 == 0 and resumed["lost_steps"] > 0, resumed
+    assert resumed["step"] == 0 and resumed["lost_steps"] >= 6, resumed
     made = [step["step"] for step in by_hand.records("step")]
-    assert made[-1] == 14 and made.count(resumed["step"] + 1) == 2
+    assert made[-1] == 14 and made.count(1) == 2
     last = by_hand.records("step")[-1]
     assert closes(last) and last["broker/trained"] == 14 * 8
     assert last["broker/tokens_dropped/rewound"] > 0 and by_hand.leftovers() == []
