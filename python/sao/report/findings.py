@@ -55,13 +55,13 @@ def findings(steps: Sequence[Record], evals: Sequence[Record], ended: Record | N
 
 
 def _policy(first: Record, last: Record) -> Finding:
-    begin, _, begin_high = rate(first["success"], first["n"])
+    begin, begin_low, begin_high = rate(first["success"], first["n"])
     end, low, high = rate(last["success"], last["n"])
     text = f"held-out success {begin:.3f} at step {first['step']}, "
     text += f"{end:.3f} ({low:.3f} to {high:.3f}) at step {last['step']}"
     if low > begin_high:
         return "Does the policy learn?", text, "good"
-    if high < rate(first["success"], first["n"])[1]:
+    if high < begin_low:
         return "Does the policy learn?", f"{text}: it became worse", "bad"
     return "Does the policy learn?", f"{text}: the intervals overlap", "fair"
 

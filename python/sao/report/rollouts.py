@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from sao.errors import ValidationError, WireError
 from sao.report.conversation import blocks
-from sao.telemetry.recording import Numbers, Recorded, read_step, recorded_steps, step_path
+from sao.telemetry.recording import Numbers, Recorded, read_step, recorded_steps, step_path, versions
 from sao.telemetry.texts import Texts
 from sao.trajectory import Segment
 
@@ -151,7 +151,7 @@ def _segment(segment: Segment, numbers: Numbers | None, texts: Texts) -> dict[st
         ],
         "numbers": {
             "id": segment.token_ids[mask].tolist(),
-            "version": _versions(segment)[mask].tolist(),
+            "version": versions(segment)[mask].tolist(),
             **(
                 {name: _shortened(values[mask]) for name, values in numbers._asdict().items() if name != "gap"}
                 if numbers is not None
@@ -159,13 +159,6 @@ def _segment(segment: Segment, numbers: Numbers | None, texts: Texts) -> dict[st
             ),
         },
     }
-
-
-def _versions(segment: Segment) -> NDArray[np.int64]:
-    versions = np.zeros(segment.n_tokens, np.int64)
-    for first, stop, version in segment.version_spans.tolist():
-        versions[first:stop] = version
-    return versions
 
 
 def _short(value: float) -> float:

@@ -14,7 +14,16 @@ from rich.table import Table
 from rich.text import Text
 
 from sao.errors import ConfigError
-from sao.telemetry.recording import Numbers, Recorded, RecordedStep, finite, read_step, recorded_steps, step_path
+from sao.telemetry.recording import (
+    Numbers,
+    Recorded,
+    RecordedStep,
+    finite,
+    read_step,
+    recorded_steps,
+    step_path,
+    versions,
+)
 from sao.telemetry.texts import Texts
 from sao.trajectory import Segment
 
@@ -87,9 +96,9 @@ def _overview(recorded: RecordedStep, shown: list[Recorded]) -> Table:
         kinds = f"{len(it.segments) - summaries}+{summaries}"
         end = it.termination.reason or it.termination.kind
         means = [f"{values.mean():.3f}" if values.size else "-" for values in map(item.finite, ("advantage", "ratio"))]
-        versions = f"{it.min_version}..{it.max_version}"
+        span = f"{it.min_version}..{it.max_version}"
         reward = "-" if it.reward is None else f"{it.reward:g}"
-        cells = (item.number, it.id.hex()[:8], it.task_ordinal, end, reward, kinds, it.n_tokens, it.n_actions, versions)
+        cells = (item.number, it.id.hex()[:8], it.task_ordinal, end, reward, kinds, it.n_tokens, it.n_actions, span)
         table.add_row(*map(str, cells), *means)
     return table
 
@@ -113,8 +122,8 @@ def _segments(
 
 def _title(segment: Segment, numbers: Numbers | None, name: str) -> Text:
     title = Text(f"\n── {name}: {segment.kind}, {segment.n_tokens} tokens, ", "bold")
-    versions = sorted({int(v) for v in segment.version_spans[:, 2]})
-    title.append(f"{segment.n_actions} sampled by version {', '.join(map(str, versions))}")
+    by = sorted({int(v) for v in segment.version_spans[:, 2]})
+    title.append(f"{segment.n_actions} sampled by version {', '.join(map(str, by))}")
     if numbers is None:
         return title.append(", left out of training", "yellow")
     for what in ("advantage", "ratio"):
@@ -132,10 +141,7 @@ def _styles(
     advantages, ratios = (numbers.advantage, numbers.ratio) if numbers else (unknown, unknown)
     inside = (1 - rules.get("eps_low", 1.0) < ratios) & (ratios < 1 + rules.get("eps_high", np.inf))
     if colour == "version":
-        versions = np.zeros(segment.n_tokens, np.int64)
-        for first, stop, version in segment.version_spans.tolist():
-            versions[first:stop] = version
-        styles = np.array(VERSIONS)[versions % len(VERSIONS)]
+        styles = np.array(VERSIONS)[versions(segment) % len(VERSIONS)]
     elif colour == "ratio":
         styles = np.select([np.isnan(ratios), inside], ["yellow", "green"], "bold red")
     elif colour == "advantage" and numbers is not None:

@@ -108,6 +108,14 @@ class Recorded(NamedTuple):
         return np.concatenate([np.zeros(0), *found])
 
 
+def versions(segment: Segment) -> NDArray[np.int64]:
+    """The policy version that sampled each of a segment's tokens; 0 where none did."""
+    found = np.zeros(segment.n_tokens, np.int64)
+    for first, stop, version in segment.version_spans.tolist():
+        found[first:stop] = version
+    return found
+
+
 def finite(values: NDArray[np.float64], segment: Segment) -> NDArray[np.float64]:
     """The finite ones of a segment's numbers, at sampled tokens."""
     return values[segment.action_mask & np.isfinite(values)]
